@@ -1,0 +1,44 @@
+# Everything runs in .venv, built once from requirements.lock; nothing needs to be installed by hand.
+PYTHON ?= python3
+ARGS   ?=
+BIN    := .venv/bin
+STAMP  := .venv/.from-lock
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test lint lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## build .venv from requirements.lock; again only when the lock or pyproject.toml changes
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make setup PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -m venv .venv
+	@echo "installing into .venv: several minutes the first time, a few GB (PyTorch brings its CUDA libraries)"
+	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
+	@$(BIN)/python src/train.py $(ARGS)
+
+test: setup ## the whole suite; ARGS='-m "not slow"' leaves the whole-run proofs out
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup ## ruff (rules and format) and mypy
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+# uv resolves for all platforms and Pythons at once, which pip can't; it lives in a folder of its own and is gone afterwards.
+lock: ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
+	@set -e; tool=$$(mktemp -d); trap 'rm -rf "$$tool"' EXIT; \
+	$(PYTHON) -m venv "$$tool"; "$$tool/bin/python" -m pip install --quiet uv; \
+	"$$tool/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
+
+clean: ## remove caches and .venv, never outputs/ or data/
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	@find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,142 @@
+"""A life of a run: one start of src/train.py, in a session of its own, to be watched, struck and waited for.
+
+A life begins as a user's would, `python src/train.py ...`, or as a fork of this process, which has imported everything:
+then it takes a second instead of six, and hundreds of them are affordable. Linux only: processes are found in /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+PIPE_BYTES = 1 << 20  # what a life may say; it is read when the life is over
+
+
+class Life:
+    """A running `src/train.py` with these arguments.
+
+    Its output goes to a pipe, not to a file: a limit on the size of files must not silence it.
+    """
+
+    def __init__(self, arguments: Sequence[str], fork: bool = False) -> None:
+        self.arguments = list(arguments)
+        self._text = b""
+        self._end, theirs = os.pipe()
+        fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        os.set_blocking(self._end, False)
+        self.process: multiprocessing.process.BaseProcess | subprocess.Popen[bytes]
+        if fork:
+            self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.arguments, theirs))
+            self.process.start()
+        else:
+            command = [sys.executable, str(ROOT / "src" / "train.py"), *self.arguments]
+            null = subprocess.DEVNULL
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdin=null, stdout=theirs, stderr=theirs, start_new_session=True
+            )
+        os.close(theirs)
+        assert self.process.pid is not None
+        self.pid = self.process.pid
+        self.began = time.monotonic()
+
+    @property
+    def age(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.began
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code as a shell tells it (128 + n after signal n); None while it lives."""
+        found = self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+        return found if found is None or found >= 0 else 128 - found
+
+    @property
+    def text(self) -> str:
+        """What it has said so far, on both streams."""
+        with contextlib.suppress(BlockingIOError):
+            while block := os.read(self._end, PIPE_BYTES):
+                self._text += block
+        return self._text.decode(errors="replace")
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code, or None if it is still there after `seconds`."""
+        until = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < until:
+            time.sleep(0.005)
+        return self.code
+
+    def members(self) -> dict[int, int]:
+        """Living processes of its session, orphans included: pid -> parent's pid, oldest first."""
+        found = []
+        for entry in os.scandir("/proc"):
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.pid and fields[0] not in "ZX":
+                    found.append((int(fields[19]), int(entry.name), int(fields[1])))
+        return {pid: parent for _, pid, parent in sorted(found)}
+
+    def ranks(self) -> list[int]:
+        """Its workers, rank zero first: forks of the parent (`git`, which it asks for the commit, is none)."""
+        command = _command(self.pid)
+        return [pid for pid, parent in self.members().items() if parent == self.pid and _command(pid) == command]
+
+    def left(self, seconds: float) -> dict[int, str]:
+        """Its processes that are still there after `seconds`, as pid -> command; they are killed."""
+        until = time.monotonic() + seconds
+        while (members := self.members()) and time.monotonic() < until:
+            time.sleep(0.05)
+        found = {pid: _command(pid).replace("\0", " ").strip() for pid in members}
+        self.strike(signal.SIGKILL, *members)
+        return found
+
+    def strike(self, signum: int, *pids: int) -> None:
+        """Sends a signal to processes, those that are gone excepted."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def close(self) -> None:
+        """Ends whatever is left of it."""
+        self.left(0)
+        self.wait(5)
+        os.close(self._end)
+
+
+def preload() -> None:
+    """Imports what a run needs, before lives are forked."""
+    for name in ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.training", "lockstep.models"):
+        importlib.import_module(name)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _live(arguments: list[str], output: int) -> None:
+    """What `python src/train.py` does, in a fork."""
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    sys.argv = ["src/train.py", *arguments]
+    from lockstep import cli
+    from train import train
+
+    cli.command(train, "train")

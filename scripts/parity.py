@@ -1,0 +1,170 @@
+"""Proof that layouts agree, on your own model, data and machine:
+
+    python scripts/parity.py model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
+
+Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
+and with exact=true. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls,
+steps that are wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
+
+What is rounding is measured, not decreed: three runs whose initial weights are off by one rounding show how far this
+model has carried that after each step, and ten times as far is the tolerance, step by step: small nets forget a
+rounding error, others (ResNet18 in tiny pieces) blow it up to the size of the weights within ten steps, where a
+comparison of final weights would see no mistake any more.
+
+Writes parity.json and parity.png into its run folder. Exit codes: 0 all as promised, 1 not, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from rich.console import Console
+from trials import YARDSTICKS, Outcome, Trial, counted, prepare, roundoff, run, shorten
+from verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
+
+from lockstep import cli
+from lockstep.checks import whole
+from lockstep.config import Config, check, cpu_cap, gpu_count
+from lockstep.data import Splits, open_data
+from lockstep.launch import WorkerFailed, external_workers
+from lockstep.layout import Layout, Refusal, split
+from lockstep.summary import versions, write_summary
+
+CONTROLS = {
+    "lr x 1.01": None,
+    "gradients summed, not averaged": "summed",
+    "another permutation": "permuted",
+    "short tail scaled as a full step": "windowed",
+}
+
+
+class Different(Exception):
+    """A layout differs, or a control was not seen."""
+
+
+def parity(raw: dict[str, Any], folder: Path) -> None:
+    """Runs all trials, prints the table, writes what it found.
+
+    Raises:
+        Different: something is not as promised.
+    """
+    steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
+    tail = whole(1, optional=True)("tail", raw.pop("tail"))
+    config = check(raw)
+    if config.layout.num_nodes > 1 or external_workers():
+        raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
+    if config.layout.pieces < 2:
+        raise Refusal("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
+    splits = open_data(config.data, config.data_dir, config.seed)
+    splits = shorten(splits, steps, config.batch_size, config.layout.pieces, tail, test_samples)
+    rows, tolerance, text = compare(config, prepare(raw, steps), splits, folder)
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 170  # a pipe has no width of its own
+    console.print(table(rows))
+    console.print(text, highlight=False)
+    report = {"config": raw, "steps": steps, "rows": [row.plain() for row in rows], "versions": versions()}
+    write_summary(folder / "parity.json", report)
+    plotted = plot(rows, tolerance, folder / "parity.png")
+    console.print(f"{folder}: parity.json{', parity.png' * plotted}", highlight=False, soft_wrap=True)
+    blind = [row.layout for row in rows if row.kind == "control" and not row.passed]
+    failed = [f"{row.layout} ({row.kind})" for row in rows if row.kind != "control" and not row.passed]
+    if blind:
+        raise Different(f"this comparison does not see: {', '.join(blind)}; so it proves nothing")
+    if failed:
+        raise Different(f"{len(failed)} of {len(rows) - len(CONTROLS)} trials differ: {', '.join(failed)}")
+
+
+def compare(config: Config, raw: dict[str, Any], splits: Splits, folder: Path) -> tuple[list[Row], Distances, str]:
+    """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
+    rows: list[Row] = []
+    first: dict[bool, Outcome] = {}  # one device: without and with exact
+    tolerance: Distances | None = None
+    yardsticks: list[Distances] = []
+    for number, (kind, trial) in enumerate(counted(trials(config), "trial")):
+        names = trial.name, ""
+        try:
+            layout = check({**raw, **trial.changes}).layout
+            names = trial.name or title(layout), each(layout)
+            found = run(trial, raw, splits, folder / "trials" / f"{number:02d}")
+        except (Refusal, WorkerFailed) as error:
+            if tolerance is None:
+                raise
+            # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
+            passed = isinstance(error, Refusal) if kind == "exact" else kind == "control" and "not finite" in str(error)
+            rows.append(Row(kind, *names, str(error), passed))
+            continue
+        reference = first.get(found.config.exact, first.get(False, found))
+        rows.append(judge(kind, names, found, reference, tolerance))
+        first.setdefault(found.config.exact, found)
+        if kind == "yardstick":
+            yardsticks.append(distances(found, reference))
+            tolerance = allowed(yardsticks, roundoff(config.precision))
+    assert tolerance is not None
+    return rows, tolerance, explain(first[False], tolerance)
+
+
+# --- what is run ------------------------------------------------------------------------------------------------------
+
+
+def trials(config: Config) -> list[tuple[str, Trial]]:
+    """Kind and trial, in the order of the table: the reference first, then the yardstick."""
+    default, exact = {"exact": False}, {"exact": True}
+    everywhere = list(layouts(config))
+    one, others = everywhere[0] | default, everywhere[1:]
+    found = [("default", Trial("", one))]
+    found += [("yardstick", Trial("weights off by a rounding", one, fault)) for fault in YARDSTICKS]
+    found += [("default", Trial("", layout | default)) for layout in others]
+    found += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
+    wrong = asked(config) | default
+    for name, fault in CONTROLS.items():
+        found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+    return found
+
+
+def layouts(config: Config) -> Iterator[dict[str, Any]]:
+    """Changes to the config for every layout of its pieces that this machine can run; one device first."""
+    pieces = config.layout.pieces
+    most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
+    full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
+    uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
+    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1)]
+    for name in ("ddp", "dp"):
+        candidates += [({"name": name}, n) for n in sorted({2, uneven, config.devices, full}) if 1 < n <= most]
+        if pieces >= 3 and most >= 2:
+            candidates.append(({"name": name, "shares": [3, 1]}, 2))
+    seen = set()
+    for strategy, devices in [*candidates, (config.raw["strategy"], config.devices)]:
+        changes = asked(config) | {"strategy": strategy, "devices": devices}
+        layout = check({**config.raw, **changes}).layout
+        if (key := (title(layout), each(layout))) not in seen:
+            seen.add(key)
+            yield changes
+
+
+def asked(config: Config) -> dict[str, Any]:
+    """The layout asked for, as changes to a config."""
+    layout = {"strategy": config.raw["strategy"], "devices": config.devices}
+    return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
+
+
+def title(layout: Layout) -> str:
+    """A layout's name in the table."""
+    several = "s" * (layout.devices > 1)
+    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {layout.devices} device{several}"
+
+
+def each(layout: Layout) -> str:
+    """The pieces of each device: `4 + 4`."""
+    return " + ".join(map(str, split(layout.pieces, layout.world, layout.shares)))
+
+
+if __name__ == "__main__":
+    cli.command(parity, "parity")

@@ -1,0 +1,171 @@
+"""Strong and weak scaling, as the textbooks measure them:
+
+    python scripts/scaling.py data=mnist batch_size=256 lr=0.2 'over=[1,2]' max_epochs=1
+
+Strong scaling keeps the step (`batch_size` samples, `lr`) and spreads it over more devices; weak scaling lets both
+grow with the devices (Goyal et al., Accurate, large minibatch SGD, 2017). Efficiency is samples per second over those
+of the first number of devices, for each device. Takes the config of train.py; writes scaling.json and scaling.png.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lockstep import cli
+from lockstep.callbacks.throughput import peak_gib
+from lockstep.checks import choice, show, whole
+from lockstep.config import Config, check
+from lockstep.data import Splits, open_data
+from lockstep.launch import external_workers
+from lockstep.layout import Refusal
+from lockstep.runs import run_in_workers
+from lockstep.summary import versions, write_summary
+from lockstep.training import train
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run. Times in seconds; efficiency against the first number of devices."""
+
+    mode: str
+    strategy: str
+    devices: int
+    batch_size: int
+    lr: float
+    epoch_seconds: float
+    samples_per_second: float
+    efficiency: float
+    accuracy: float
+    peak_gib: float  # of the largest process
+
+
+def scaling(raw: dict[str, Any], folder: Path) -> None:
+    """Runs every point, prints the table, writes table and plot."""
+    own = {key: raw.pop(key) for key in ("over", "strategies", "modes", "repeats")}
+    over = [whole(1)("over", n) for n in own["over"]]
+    strategies = [choice("ddp", "dp")("strategies", name) for name in own["strategies"]]
+    modes = [choice("strong", "weak")("modes", mode) for mode in own["modes"]]
+    repeats = whole(1)("repeats", own["repeats"])
+    if not over or external_workers() or raw["num_nodes"] != 1:
+        raise Refusal(f"over={show(own['over'])}: numbers of devices of one machine, without torchrun")
+    plan = [
+        (mode, name, n, config_of(raw, mode, name, n, over[0])) for mode in modes for name in strategies for n in over
+    ]
+    config = plan[0][3]
+    splits = open_data(config.data, config.data_dir, config.seed)
+    points: list[Point] = []
+    base: dict[tuple[str, str], float] = {}
+    for number, (mode, name, n, config) in enumerate(plan):
+        best = max((measure(config, splits, folder / "runs" / f"{number}.{k}") for k in range(repeats)), key=speed)
+        first = base.setdefault((mode, name), speed(best))
+        points.append(
+            Point(
+                mode,
+                name,
+                n,
+                config.batch_size,
+                config.lr,
+                len(splits.train) / speed(best),
+                speed(best),
+                speed(best) / first * over[0] / n,
+                best["metrics"].get("test/acc", float("nan")),
+                best["peak_gib"],
+            )
+        )
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table(points))
+    report = {"config": raw, "points": [asdict(point) for point in points], "versions": versions()}
+    write_summary(folder / "scaling.json", report)
+    plot(points, folder / "scaling.png")
+
+
+def config_of(raw: dict[str, Any], mode: str, strategy: str, devices: int, first: int) -> Config:
+    """The checked config of one point."""
+    grown = devices / first if mode == "weak" else 1
+    changes = {
+        "strategy": {"name": "auto" if devices == 1 else strategy},
+        "devices": devices,
+        "batch_size": round(raw["batch_size"] * grown),
+        "lr": raw["lr"] * grown,
+    }
+    return check({**raw, **changes})
+
+
+def measure(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    """One run's summary, and the peak memory of its largest process."""
+    folder.mkdir(parents=True)
+    found: dict[str, Any] = run_in_workers(_work, config, splits, folder)
+    return found
+
+
+def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    summary = train(config, splits, folder)
+    peak = torch.tensor(peak_gib(torch.device("cuda" if config.layout.accelerator == "gpu" else "cpu")))
+    if dist.is_initialized():
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return summary | {"peak_gib": float(peak)}
+
+
+def speed(summary: dict[str, Any]) -> float:
+    """Samples per second in training, all devices together, without warm-up and validation."""
+    found = summary["throughput"]["samples_per_second"]
+    if found is None:
+        raise Refusal("scaling needs runs of some steps, and callbacks=default, which measure them")
+    return float(found)
+
+
+def table(points: list[Point]) -> Table:
+    """The points, a section for each mode."""
+    shown = Table(
+        "scaling", "layout", "batch", "lr", "s/epoch", "samples/s", "efficiency", "test acc", "peak GiB/process",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for point, after in zip(points, [*points[1:], None], strict=True):
+        numbers = [f"{point.epoch_seconds:.1f}", f"{point.samples_per_second:.0f}", f"{point.efficiency:.0%}"]
+        quality = [f"{point.accuracy:.2%}", f"{point.peak_gib:.2f}"]
+        end = after is not None and after.mode != point.mode
+        sizes = [str(point.batch_size), f"{point.lr:g}"]
+        layout = "1 device" if point.devices == 1 else f"{point.strategy}, {point.devices} devices"
+        shown.add_row(point.mode, layout, *sizes, *numbers, *quality, end_section=end)
+    return shown
+
+
+def plot(points: list[Point], path: Path) -> None:
+    """Samples per second over devices; nothing without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        lines.setdefault(f"{point.mode}, {point.strategy}", []).append(point)
+    for name, line in lines.items():
+        axes.plot([p.devices for p in line], [p.samples_per_second for p in line], "o-", label=name)
+    most = max(point.devices for point in points)
+    one = points[0].samples_per_second / points[0].devices
+    axes.plot([1, most], [one, most * one], ":", color="gray", label="ideal")
+    axes.set(xlabel="devices", ylabel="samples per second", ylim=(0, None), xticks=sorted({p.devices for p in points}))
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    cli.command(scaling, "scaling")

@@ -1,0 +1,57 @@
+"""`strategy.shares=auto`: measures how fast each device computes a piece, and deals pieces accordingly."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep import fast
+from lockstep.config import Config
+from lockstep.data import DataModule, Splits
+from lockstep.launch import launch
+from lockstep.layout import Layout, split
+from lockstep.training import make_module, make_trainer
+
+STEPS = 6  # the first two warm up
+
+
+def balanced(config: Config, splits: Splits, folder: Path) -> Config:
+    """The config with measured shares: a few steps in workers of their own, which leave nothing behind."""
+    seconds = launch(measure, config, splits, folder, layout=config.layout, rdzv_endpoint=config.rdzv_endpoint)
+    shares = tuple(1 / second for second in seconds)
+    layout = replace(config.layout, shares=shares)
+    counts = split(layout.pieces, layout.world, shares)
+    times = ", ".join(f"{1000 * second:.1f}" for second in seconds)
+    print(
+        f"a piece takes {times} ms on the {layout.world} devices: {' + '.join(map(str, counts))} pieces",
+        file=sys.stderr,
+    )
+    return replace(config, layout=layout)
+
+
+def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
+    """Seconds of one piece on each device, in rank order. Every worker of the layout calls it."""
+    layout: Layout = config.layout
+    fast.keep_freed_memory()
+    fast.set_threads(layout, config.threads)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    data = DataModule(splits, layout, seed=config.seed, num_workers=0)
+    data.process = rank
+    trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
+    trainer.limit_val_batches = 0
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    loop.timed = {}
+    trainer.fit(make_module(config, splits), datamodule=data)
+    own = {device: median(times[len(times) // 3 :]) for device, times in loop.timed.items()}
+    if layout.processes == 1:
+        return [own[device] for device in range(layout.world)]
+    row = torch.tensor([own[rank]], dtype=torch.float64)
+    rows = [torch.zeros_like(row) for _ in range(layout.processes)]
+    dist.all_gather(rows, row)
+    return [float(row) for row in rows]

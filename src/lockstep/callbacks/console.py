@@ -1,0 +1,164 @@
+"""What a person sees of a run: a bar on a terminal, a line per epoch anywhere else. Rank zero only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console as Screen
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lockstep.callbacks.throughput import Throughput, find
+
+LOG = logging.getLogger("lockstep")
+
+
+class Console(Callback):
+    """Says one line per epoch and the test's result, through the logger `lockstep`: on the console and in train.log.
+
+    On a terminal a bar stands below; elsewhere a long epoch says once in a while how far it is.
+
+    Args:
+        bar: whether to draw the bar; None: when standard error is a terminal.
+        refresh_seconds: least time between two redraws of the bar.
+        line_seconds: least time between two lines inside an epoch, where there is no bar.
+    """
+
+    def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0) -> None:
+        self.wants_bar = sys.stderr.isatty() if bar is None else bar
+        self.pause = refresh_seconds if self.wants_bar else line_seconds
+        self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
+        self._meter: Throughput | None = None
+        self._bar: Progress | None = None
+        self._ended: str | None = None  # an epoch whose line is not out yet
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._meter = find(trainer)
+        self._next = time.monotonic() + self.pause
+        if self.wants_bar:
+            self._start_bar(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._say_epoch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (now := time.monotonic()) < self._next:
+            return
+        self._next = now + self.pause
+        latest = self._meter.latest if self._meter else {}
+        if self._bar:
+            names = {tag: tag.removeprefix("train/") for tag in latest if tag.startswith("train/")}
+            shown = _line(_metrics({name: latest[tag] for tag, name in names.items()}), self._speed())
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=trainer.global_step, epoch=_epoch(trainer), shown=shown, refresh=True)
+        else:
+            train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
+            step = f"step {trainer.global_step}/{_total_steps(trainer) or '?'}"
+            LOG.info(_line(_epoch(trainer), step, _metrics(train), self._speed()))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            # The module logs the epoch's means after this hook: the line waits for the next one.
+            self._ended = _line(_epoch(trainer), f"step {trainer.global_step}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._say_epoch(trainer)
+        self._stop_bar()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_bar()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        metrics = trainer.callback_metrics
+        found = {
+            name.removeprefix("test/"): _short(float(metrics[name])) for name in metrics if name.startswith("test/")
+        }
+        if found:
+            widths = {name: max(len(name), len(value)) for name, value in found.items()}
+            LOG.info("test  " + "  ".join(name.rjust(widths[name]) for name in found))
+            LOG.info("      " + "  ".join(value.rjust(widths[name]) for name, value in found.items()))
+
+    # --- lines ---
+
+    def _say_epoch(self, trainer: Trainer) -> None:
+        if self._ended is None:
+            return
+        lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}" if trainer.optimizers else ""
+        LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
+        self._ended = None
+        self._next = time.monotonic() + self.pause
+
+    def _speed(self) -> str:
+        speed = self._meter.samples_per_second if self._meter else None
+        return f"{speed:,.0f} samples/s" if speed else ""
+
+    # --- the bar ---
+
+    def _start_bar(self, trainer: Trainer) -> None:
+        epoch, shown = TextColumn("{task.fields[epoch]}"), TextColumn("{task.fields[shown]}")
+        columns = (epoch, BarColumn(None), MofNCompleteColumn(), shown, TimeRemainingColumn())
+        # No refreshing thread: it would compete with the step for the interpreter.
+        self._bar = Progress(*columns, console=Screen(stderr=True), auto_refresh=False, transient=True, expand=True)
+        total = _total_steps(trainer)
+        self._bar.add_task("", total=total, completed=trainer.global_step, epoch=_epoch(trainer), shown="")
+        with _following_stderr():
+            self._bar.start()
+
+    def _stop_bar(self) -> None:
+        if self._bar:
+            with _following_stderr():
+                self._bar.stop()
+            self._bar = None
+        self._next = math.inf
+
+
+@contextlib.contextmanager
+def _following_stderr() -> Iterator[None]:
+    """While a bar is drawn, rich replaces `sys.stderr` by one that writes above it: log handlers must follow."""
+    before = sys.stderr
+    yield
+    for handler in LOG.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+            handler.setStream(sys.stderr)
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Optimizer steps of the whole run, where they are known."""
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
+    steps = min(epochs * trainer.num_training_batches, trainer.max_steps if trainer.max_steps >= 0 else math.inf)
+    return int(steps) if math.isfinite(steps) else None
+
+
+def _epoch(trainer: Trainer) -> str:
+    limit = f"/{trainer.max_epochs}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
+    return f"epoch {trainer.current_epoch + 1}{limit}"
+
+
+def _metrics(values: Mapping[str, Any]) -> str:
+    names = [
+        name for name in values if name.split("/")[-1] not in ("correct", "count") and not name.startswith("test/")
+    ]
+    names.sort(key=lambda name: (not name.startswith("train"), not name.startswith("val")))
+    return "  ".join(f"{name} {_short(float(values[name]))}" for name in names)
+
+
+def _short(value: float) -> str:
+    if value.is_integer() and abs(value) >= 2:
+        return f"{value:.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _line(*parts: str) -> str:
+    return "  ".join(part for part in parts if part)

@@ -1,0 +1,108 @@
+"""Checks of single values. What is refused is named as it is typed, with what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.layout import Refusal
+
+ROOT = Path(__file__).resolve().parents[2]  # the project: conf/, src/, outputs/
+
+Check = Callable[[str, Any], Any]
+
+
+def whole(least: int, *, optional: bool = False) -> Check:
+    """A whole number of at least `least`."""
+
+    def check(key: str, value: Any) -> int | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Refusal(f"{key}={show(value)}: must be a whole number of at least {least}")
+        return value
+
+    return check
+
+
+def real(*, above: float | None = None, least: float | None = None, optional: bool = False) -> Check:
+    """A finite number, greater than `above` or at least `least`."""
+    bound = f"greater than {above:g}" if above is not None else f"of at least {least:g}"
+
+    def check(key: str, value: Any) -> float | None:
+        if value is None and optional:
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or (above is not None and value <= above) or (least is not None and value < least):
+            raise Refusal(f"{key}={show(value)}: must be a number {bound}")
+        return float(value)
+
+    return check
+
+
+def choice(*names: str) -> Check:
+    """One of `names`."""
+
+    def check(key: str, value: Any) -> str:
+        if value not in names:
+            raise Refusal(f"{key}={show(value)}: {unknown(str(value), names)}")
+        return str(value)
+
+    return check
+
+
+def flag(key: str, value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise Refusal(f"{key}={show(value)}: must be true or false")
+    return value
+
+
+def text(key: str, value: Any) -> str | None:
+    """A text, or null."""
+    if value is not None and not isinstance(value, str | int | float):
+        raise Refusal(f"{key}={show(value)}: must be a text")
+    return None if value is None else str(value)
+
+
+def run_name(key: str, value: Any) -> str:
+    """A folder name that stays inside the outputs folder."""
+    if not isinstance(value, str | int | float) or not re.fullmatch(r"\w[\w.+ -]{0,99}", str(value)):
+        raise Refusal(
+            f"{key}={show(value)}: a name starts with a letter or digit, and has those, '.', '_', '+', '-' and spaces"
+        )
+    return str(value)
+
+
+def node(key: str, value: Any) -> dict[str, Any]:
+    """A config group."""
+    if not isinstance(value, Mapping):
+        raise Refusal(f"{key}={show(value)}: must be the name of a file in conf/{key}/ ({', '.join(options(key))})")
+    return dict(value)
+
+
+def optional_node(key: str, value: Any) -> dict[str, Any]:
+    """A config group that may be left out."""
+    return {} if value is None else node(key, value)
+
+
+def show(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def options(group: str) -> list[str]:
+    """The files of a config group."""
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """`did you mean X? known: ...`; of a long list only what is near."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    nearest = f"did you mean {near[0]}?" if near else ""
+    return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"

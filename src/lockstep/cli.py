@@ -1,0 +1,164 @@
+"""What `train.py` and `evaluate.py` share: Hydra composes, refusals are one line, exit codes tell how it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep import resume
+from lockstep.checks import ROOT, run_name, unknown
+from lockstep.config import check_nodes
+from lockstep.launch import STARTED, Interrupted, agree
+from lockstep.layout import Refusal
+from lockstep.summary import write_summary
+
+Job = Callable[[dict[str, Any], Path], Any]
+BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
+REFUSED, FAILED = 2, 1
+
+
+def command(job: Job, config_name: str) -> NoReturn:
+    """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
+
+    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
+    terminated.
+    """
+    OmegaConf.register_new_resolver("folder", lambda name: run_name("name", name), replace=True)
+    OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True, replace=True)
+    errors: list[Exception] = []  # kept from Hydra, which would print them its own way
+    sweeping, composed = False, True
+
+    def task(cfg: DictConfig) -> Any:
+        nonlocal sweeping
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweeping and HydraConfig.get().job.num:
+            os.environ[STARTED] = str(time.time())
+        goes_on = HydraConfig.get().output_subdir is None  # see resume.overrides
+        try:
+            with resume.recorded(cfg, folder, BAD_INPUT) if goes_on else nullcontext():
+                return job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
+        except Exception as error:
+            errors.append(error)
+            if sweeping:
+                print(f"job {HydraConfig.get().job.num} failed: {line(error, config_name)}", file=sys.stderr)
+                if not (folder / "summary.json").exists():
+                    write_summary(folder / "summary.json", {"status": "failed", "error": line(error, config_name)})
+            elif isinstance(error, BAD_INPUT):
+                _forget(folder)
+            return None
+
+    if {"--help", "-h"} & set(sys.argv):
+        print(front_page(config_name))
+        sys.exit(0)
+    os.environ[STARTED] = str(time.time())
+    full = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
+    try:
+        sys.argv[1:] = resume.overrides(sys.argv[1:], config_name)
+        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
+        sys.exit(getattr(interrupted, "code", 130))
+    except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
+        errors.append(refused)
+        composed = False
+    if not errors:
+        sys.exit(0)
+    if full:
+        for error in errors:
+            traceback.print_exception(error)
+    if sweeping:
+        print(f"error: {len(errors)} job{'s' * (len(errors) > 1)} of the sweep failed", file=sys.stderr)
+        sys.exit(FAILED)
+    print(f"error: {line(errors[0], config_name)}", file=sys.stderr)
+    sys.exit(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
+
+
+def front_page(config_name: str) -> str:
+    """The help: how to call it, what each group offers, and the front page of conf/ itself, with its comments."""
+    page = (ROOT / "conf" / f"{config_name}.yaml").read_text()
+    usage, _, keys = page.partition("defaults:\n")
+    keys = keys[keys.index("\n\n") :].strip()
+    groups = []
+    for folder in sorted(path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
+        if f"- {folder.name}:" in page:
+            groups.append(f"{folder.name}=")
+            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("*.yaml"))]
+    notes = "More: -m sweeps over comma-separated values, --cfg job prints the config, --hydra-help has Hydra's flags."
+    return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
+
+
+def _purpose(file: Path) -> str:
+    comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@")), "")
+
+
+def line(error: BaseException, config_name: str) -> str:
+    """An error as one line for people."""
+    message = str(error)
+    if match := re.search(r"Could not override '([^']+)'", message):
+        return f"{match[1]}: there is no such key; {_near(match[1], config_name)}"
+    if match := re.search(r"Could not find '([^']+)/([^']+)'", message):
+        known = sorted(path.stem for path in (ROOT / "conf" / match[1]).glob("*.yaml"))
+        return f"{match[1]}={match[2]}: {unknown(match[2], known)}"
+    if match := re.search(r"Refusal raised while resolving interpolation: (.*)", message):
+        return match[1]
+    if match := re.search(r"Missing mandatory value: (\S+)", message):
+        return f"{match[1]} must be given: {match[1]}=..."
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    refusal = error.__cause__ if isinstance(error.__cause__, Refusal) else error
+    message = " ".join(str(refusal).split()) or type(error).__name__
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
+
+
+def _near(key: str, config_name: str) -> str:
+    """The known keys nearest to an unknown one, in the group that it names."""
+    *groups, name = key.split(".")
+    if not groups:
+        return unknown(name, _keys([ROOT / "conf" / f"{config_name}.yaml"]))
+    return unknown(name, _keys((ROOT / "conf" / groups[0]).glob("*.yaml"), *groups[1:]))
+
+
+def _keys(files: Iterable[Path], *groups: str) -> list[str]:
+    """The keys of config files, or of a group inside them; at the top level also the groups that a file composes."""
+    found: set[str] = set()
+    for file in files:
+        node: Any = OmegaConf.to_container(OmegaConf.load(file))
+        if not groups:
+            found |= {group for entry in node.pop("defaults", []) if isinstance(entry, dict) for group in entry}
+        for group in groups:
+            node = node.get(group) if isinstance(node, dict) else None
+        found |= set(node or ())
+    return sorted(found - {"hydra", "_target_"})
+
+
+def _forget(folder: Path) -> None:
+    """Removes the folder of a run that was refused, unless something else lies in it."""
+    if {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+        shutil.rmtree(folder)
+        if not any(folder.parent.iterdir()):
+            folder.parent.rmdir()
+
+
+def _stamp(num_nodes: Any, endpoint: Any, strategy: str) -> str:
+    """The name of a run's folder: its start time, the same on all processes that start it together."""
+    check_nodes(num_nodes, endpoint, strategy)
+    return agree(datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f"), num_nodes, endpoint)

@@ -1,0 +1,293 @@
+"""The typed schema of `conf/`, and the checks that see more than one value.
+
+Nothing here imports torch (except to count GPUs where there are any), so bad input is refused within a second or two.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lockstep import layout as layouts
+from lockstep.checks import Check, choice, flag, node, optional_node, real, run_name, show, text, unknown, whole
+from lockstep.layout import Layout, Refusal
+from lockstep.targets import check_target, named
+
+PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+
+
+def cpu_cap() -> int:
+    """Workers that one machine is asked to carry on its CPU: 4 a core, and 8 on any machine."""
+    return max(8, 4 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4 * (os.cpu_count() or 1))
+
+
+def gpu_count() -> int:
+    """CUDA devices that this process may use, asked through NVML: touching CUDA would forbid the launcher to fork."""
+    if not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/dxg"):
+        return 0
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked config. Units and scope of each field stand beside it in conf/train.yaml and conf/evaluate.yaml."""
+
+    name: str
+    outputs: str
+    seed: int
+    model: dict[str, Any]
+    data: dict[str, Any]
+    data_dir: str
+    num_workers: int | None
+    strategy: dict[str, Any]
+    accelerator: str
+    devices: int
+    num_nodes: int
+    rdzv_endpoint: str | None
+    max_restarts: int
+    elastic: bool
+    elastic_retry: float
+    hang_timeout: float
+    nonfinite: str
+    batch_size: int
+    pieces: int | None
+    accumulate_grad_batches: int | None
+    exact: bool
+    precision: str
+    threads: int | None
+    memory_format: str
+    max_epochs: int
+    max_steps: int | None
+    val_every: int | None
+    lr: float
+    lr_scaling: str
+    reference_batch_size: int
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    gradient_clip_val: float | None
+    checkpoint_every: int | None
+    log_every: int
+    resume: str | None
+    checkpoint: str | None
+    callbacks: dict[str, Any]
+    logger: dict[str, Any]
+    debug: dict[str, Any]
+    layout: Layout
+    raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
+
+    @property
+    def step_lr(self) -> float:
+        """The peak learning rate after `lr_scaling`; it follows the size of a step, never the number of devices."""
+        ratio = self.batch_size / self.reference_batch_size
+        return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+
+
+CHECKS: dict[str, Check] = {
+    "name": run_name,
+    "outputs": text,
+    "seed": whole(0),
+    "model": node,
+    "data": node,
+    "data_dir": text,
+    "num_workers": whole(0, optional=True),
+    "strategy": node,
+    "accelerator": choice("auto", "cpu", "gpu"),
+    "devices": whole(1),
+    "num_nodes": whole(1),
+    "rdzv_endpoint": text,
+    "max_restarts": whole(0),
+    "elastic": flag,
+    "elastic_retry": real(above=0),
+    "hang_timeout": real(above=0),
+    "nonfinite": choice("stop", "skip"),
+    "batch_size": whole(1),
+    "pieces": whole(1, optional=True),
+    "accumulate_grad_batches": whole(1, optional=True),
+    "exact": flag,
+    "precision": choice(*PRECISIONS),
+    "threads": whole(1, optional=True),
+    "memory_format": choice("auto", "contiguous", "channels_last"),
+    "max_epochs": whole(1),
+    "max_steps": whole(1, optional=True),
+    "val_every": whole(1, optional=True),
+    "lr": real(above=0),
+    "lr_scaling": choice("none", "linear", "sqrt"),
+    "reference_batch_size": whole(1),
+    "optimizer": node,
+    "scheduler": node,
+    "gradient_clip_val": real(above=0, optional=True),
+    "checkpoint_every": whole(1, optional=True),
+    "log_every": whole(1),
+    "resume": text,
+    "checkpoint": text,
+    "callbacks": optional_node,
+    "logger": optional_node,
+    "debug": optional_node,
+}
+
+# evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
+ABSENT: dict[str, Any] = {
+    "seed": 0,
+    "model": {},
+    "max_restarts": 0,
+    "elastic": False,
+    "elastic_retry": 60.0,
+    "hang_timeout": 300.0,
+    "nonfinite": "stop",
+    "pieces": None,
+    "accumulate_grad_batches": None,
+    "max_epochs": 1,
+    "max_steps": None,
+    "val_every": None,
+    "lr": 1.0,
+    "lr_scaling": "none",
+    "reference_batch_size": 1,
+    "optimizer": {},
+    "scheduler": {},
+    "gradient_clip_val": None,
+    "checkpoint_every": None,
+    "log_every": 50,
+    "resume": None,
+    "checkpoint": None,
+    "callbacks": {},
+    "logger": {},
+    "debug": {},
+}
+
+
+def check(raw: Mapping[str, Any], even: bool = True) -> Config:
+    """A composed and resolved config, checked.
+
+    Args:
+        raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
+        even: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
+
+    Raises:
+        Refusal: the first thing that is wrong.
+    """
+    known = {field.name for field in fields(Config)} - {"layout", "raw"}
+    for key in raw:
+        if key not in known:
+            raise Refusal(f"{key}: there is no such key; {unknown(str(key), sorted(known))}")
+    values = {key: CHECKS[key](key, raw.get(key, ABSENT.get(key))) for key in known}
+    values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
+    values["strategy"] = _strategy(values)
+    if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
+        raise Refusal(f"exact=true holds for precision=64-true, 32-true and bf16-mixed, not {values['precision']}")
+    for group in ("model", "data"):
+        for target in named(values[group]):
+            check_target(f"{group}._target_", target)
+    for key in ("data_dir", "outputs"):
+        values[key] = os.path.abspath(os.path.expanduser(values[key]))
+    strategy = values["strategy"]
+    layout = layouts.resolve(
+        strategy=strategy["name"],
+        accelerator=values["accelerator"],
+        devices=values["devices"],
+        num_nodes=values["num_nodes"],
+        batch_size=values["batch_size"],
+        pieces=values["pieces"],
+        accumulate_grad_batches=values["accumulate_grad_batches"],
+        exact=values["exact"],
+        shares=strategy["shares"],
+        even=even,
+    )
+    strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
+    if strategy["balance"] and layout.pieces <= layout.world:
+        raise Refusal(
+            f"strategy.shares=auto deals more pieces than {layout.world} devices: give pieces={8 * layout.world}, say"
+        )
+    return Config(**values, layout=layout, raw=dict(raw))
+
+
+def _accelerator(accelerator: str, devices: int, precision: str) -> str:
+    gpus = gpu_count() if accelerator != "cpu" else 0
+    if accelerator == "gpu" and not gpus:
+        raise Refusal("accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices")
+    found = "gpu" if gpus else "cpu"
+    if found == "gpu" and devices > gpus:
+        raise Refusal(
+            f"devices={devices}: this machine has {gpus} GPU{'s' * (gpus > 1)}; accelerator=cpu simulates more"
+        )
+    if found == "cpu" and devices > cpu_cap():
+        raise Refusal(
+            f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
+        )
+    if found == "cpu" and precision.startswith("16-"):
+        raise Refusal(f"precision={precision} needs a GPU; on a CPU bf16-mixed does the same")
+    return found
+
+
+def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:
+    strategy = dict(values["strategy"])
+    name = choice("auto", "ddp", "dp")("strategy", strategy.get("name"))
+    world = values["devices"] * values["num_nodes"]
+    strategy["name"] = ("ddp" if world > 1 else "single") if name == "auto" else name
+    known = {"name", "shares", "sync_batchnorm", "compression"}
+    for key in strategy:
+        if key not in known:
+            raise Refusal(f"strategy.{key}: there is no such key; {unknown(str(key), sorted(known))}")
+    strategy["sync_batchnorm"] = flag("strategy.sync_batchnorm", strategy.get("sync_batchnorm", False))
+    strategy["compression"] = choice(*COMPRESSIONS)("strategy.compression", strategy.get("compression", "none"))
+    strategy["shares"] = _shares(strategy.get("shares"), world)
+    check_nodes(values["num_nodes"], values["rdzv_endpoint"], name)
+    if strategy["sync_batchnorm"]:
+        if values["accelerator"] == "cpu" or strategy["name"] != "ddp":
+            raise Refusal(
+                "strategy.sync_batchnorm=true: torch has it for ddp on GPUs only; model.norm=group needs no syncing"
+            )
+        if values["exact"]:
+            raise Refusal(
+                "strategy.sync_batchnorm=true makes pieces depend on each other: exact=true can't hold, leave one out"
+            )
+        if values["pieces"] and values["pieces"] % world:
+            raise Refusal(
+                f"pieces={values['pieces']}: with strategy.sync_batchnorm=true the {world} devices must divide them"
+            )
+    if strategy["compression"] != "none":
+        if strategy["name"] != "ddp":
+            raise Refusal(f"strategy.compression={strategy['compression']}: only ddp sends gradients")
+        if values["exact"]:
+            raise Refusal(
+                f"strategy.compression={strategy['compression']} rounds gradients: exact=true can't hold, leave one out"
+            )
+        if values["precision"].startswith("64"):
+            raise Refusal(
+                f"strategy.compression={strategy['compression']}: torch compresses float32 gradients only, not 64-true"
+            )
+    return strategy
+
+
+def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:
+    """What several machines need; known before one of them waits for the others.
+
+    Raises:
+        Refusal: dp, no rendezvous, or one that is no address.
+    """
+    if whole(1)("num_nodes", num_nodes) == 1:
+        return
+    if strategy == "dp":
+        raise Refusal(f"num_nodes={num_nodes}: dp is one process on one machine; strategy=ddp spans machines")
+    if not rdzv_endpoint and "WORLD_SIZE" not in os.environ:
+        raise Refusal(f"num_nodes={num_nodes} needs rdzv_endpoint=<host>:<port> of one of the machines, or torchrun")
+    if rdzv_endpoint and not re.fullmatch(r"\S+:\d{1,5}", str(rdzv_endpoint)):
+        raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: must be <host>:<port> of one of the machines")
+
+
+def _shares(shares: Any, world: int) -> tuple[float, ...]:
+    if shares in (None, "auto"):  # auto is measured when the data is open, see lockstep.balance
+        return ()
+    if not isinstance(shares, list) or len(shares) != world:
+        raise Refusal(
+            f"strategy.shares={show(shares)}: must be auto, or a list of {world} numbers, one for each device"
+        )
+    return tuple(real(above=0)("strategy.shares", share) for share in shares)

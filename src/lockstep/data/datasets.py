@@ -1,0 +1,152 @@
+"""What a data set is to the rest: splits, what their images are, and how a batch is fetched from them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+
+from lockstep.data.augment import Augment
+from lockstep.plan import mix
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a model must know of the images.
+
+    Attributes:
+        channels: 1 (grey) or 3 (RGB), usually.
+        image_size: height and width in pixels.
+        classes: names, in the order of the labels.
+        mean: per channel, of pixels in 0..1; uint8 images are normalised with it on the device.
+        std: likewise.
+    """
+
+    channels: int
+    image_size: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
+
+    Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
+    `train` is held out.
+    """
+
+    train: Any
+    test: Any
+    spec: Spec
+    val: Any = None
+
+
+@dataclass(frozen=True)
+class Splits:
+    """An opened data set, ready to be cut into steps.
+
+    Attributes:
+        train, val, test: map-style datasets; `val` is None where nothing is held out.
+        fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+    spec: Spec
+    fingerprint: str
+    augment: Augment = field(default_factory=Augment)
+
+
+class ArrayDataset:
+    """A data set in memory. A batch is one gather, not a Python call per sample.
+
+    Args:
+        images: uint8 [N, C, H, W].
+        labels: [N], kept as int64.
+    """
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images and {len(labels)} labels")
+        # numpy, not torch, does the work here: the parent opens data, and must not run torch's parallel operations
+        self.images = torch.from_numpy(np.ascontiguousarray(images))
+        self.labels = torch.from_numpy(labels.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
+        index = torch.as_tensor(ids, dtype=torch.int64)
+        return self.images[index], self.labels[index]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(tuple(self.images.shape)).encode())
+        for tensor in (self.images, self.labels):
+            digest.update(tensor.numpy().reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+
+def fingerprint(dataset: Any) -> str:
+    """SHA-256 of what a dataset holds, where it can tell by a method `fingerprint`; else of its type and length."""
+    if isinstance(dataset, Subset):
+        ids = np.asarray(dataset.indices, dtype=np.int64).tobytes()
+        return hashlib.sha256(ids + fingerprint(dataset.dataset).encode()).hexdigest()
+    if hasattr(dataset, "fingerprint"):
+        return str(dataset.fingerprint())
+    return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
+
+
+def fetch(dataset: Any, ids: Ids, seed: int | None = None, epoch: int = 0) -> Any:
+    """The collated samples `ids` of a map-style dataset.
+
+    A dataset whose `__getitems__` returns a list has its items collated; anything else that it returns is the batch.
+    Without `__getitems__`, items are fetched one by one, and with a `seed` random transforms inside the dataset draw
+    from (seed, epoch, sample id): neither worker count nor layout nor resume moves them.
+    """
+    while isinstance(dataset, Subset):
+        dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
+    if hasattr(dataset, "__getitems__"):
+        found = dataset.__getitems__(ids)
+        return default_collate(found) if isinstance(found, list) else found
+    if seed is None:
+        return default_collate([dataset[index] for index in ids.tolist()])
+    items = []
+    with _random_state_kept():
+        for index, key in zip(ids.tolist(), mix(seed, 0x5A3B, epoch, ids).tolist(), strict=True):
+            random.seed(key)
+            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
+            torch.random.default_generator.manual_seed(key >> 1)
+            items.append(dataset[index])
+    return default_collate(items)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])

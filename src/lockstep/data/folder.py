@@ -1,0 +1,162 @@
+"""The user's own images: `train/`, `test/` and perhaps `val/`, each with a folder per class."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from lockstep.checks import whole
+from lockstep.data.datasets import Source, Spec
+from lockstep.layout import Refusal
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
+MODES = {1: "L", 3: "RGB"}
+# ImageNet's, the usual choice for photographs; grey: the mean over its channels
+MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+WANTED = "hold train/ and test/, with a folder of images per class in each"
+CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
+
+
+class FolderDataset:
+    """Images that are decoded when they are asked for: the short side becomes `image_size`, the middle is kept.
+
+    Args:
+        root: holds a folder per class, images at any depth below.
+        image_size: pixels.
+        channels: 1 or 3.
+
+    Raises:
+        Refusal: no class folders, or one without an image.
+    """
+
+    streams = True
+
+    def __init__(self, root: Path, image_size: int, channels: int) -> None:
+        self.root = root
+        self.image_size = image_size
+        self.mode = MODES[channels]
+        self.classes = tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
+        if not self.classes:
+            raise Refusal(f"image_folder: {root} has no folders; one folder of images per class is expected there")
+        found = [_images(root, name) for name in self.classes]
+        empty = [name for name, names in zip(self.classes, found, strict=True) if not names]
+        if empty:
+            raise Refusal(f"image_folder: no image in {root / empty[0]}{_more(empty)}; known: {', '.join(EXTENSIONS)}")
+        # Arrays, not lists: counting references to a million strings would copy their memory into every worker.
+        self.names: NDArray[np.str_] = np.array([name for names in found for name in names])
+        self.labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.path(index)
+        try:
+            with Image.open(path) as image:
+                fitted = image.convert(self.mode)
+                if fitted.size != (self.image_size, self.image_size):
+                    fitted = ImageOps.fit(fitted, (self.image_size, self.image_size), Image.Resampling.BILINEAR)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise Refusal(f"image_folder: {path} can't be decoded ({error})") from error
+        pixels = np.array(fitted).reshape(self.image_size, self.image_size, -1)
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), int(self.labels[index])
+
+    def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, int]]:
+        return [self[index] for index in ids]
+
+    def path(self, index: int) -> Path:
+        return self.root / str(self.names[index])
+
+    def fingerprint(self) -> str:
+        """Over names and sizes: reading every byte would take too long."""
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+
+def image_folder(
+    data_dir: str,
+    image_size: int = 32,
+    channels: int = 3,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Source:
+    """Images under `<data_dir>/train/<class>/` and `<data_dir>/test/<class>/`, and `val/` where it exists.
+
+    Args:
+        image_size: pixels; images are resized and cropped to it.
+        channels: 3 (RGB) or 1 (grey).
+        mean: per channel, of pixels in 0..1; None: ImageNet's.
+        std: likewise.
+
+    Raises:
+        Refusal: folders or images that are missing, differ in their classes, or can't be read.
+    """
+    whole(1)("data.image_size", image_size)
+    if channels not in MODES:
+        raise Refusal(f"data.channels={channels}: must be 1 (grey) or 3 (RGB)")
+    moments = [tuple(given or usual) for given, usual in zip((mean, std), MOMENTS[channels], strict=True)]
+    for name, values in zip(("mean", "std"), moments, strict=True):
+        if len(values) != channels or (name == "std" and min(values) <= 0):
+            bound = " above 0" if name == "std" else ""
+            raise Refusal(f"data.{name}={list(values)}: must be {channels} numbers{bound}, one per channel")
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
+    absent = [name for name in ("train", "test") if not (root / name).is_dir()]
+    if absent:
+        raise Refusal(f"image_folder: there is no {root / absent[0]}{_more(absent)}; data_dir should {WANTED}")
+    names = [name for name in ("train", "test", "val") if (root / name).is_dir()]
+    parts = {name: FolderDataset(root / name, image_size, channels) for name in names}
+    train = parts["train"]
+    for name, part in parts.items():
+        if differing := sorted(set(train.classes) ^ set(part.classes)):
+            has = "train" if differing[0] in train.classes else name
+            odd = f"only {has}/ has {differing[0]}{_more(differing)}"
+            raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
+    check_headers(list(parts.values()))
+    return Source(train, parts["test"], Spec(channels, image_size, train.classes, *moments), parts.get("val"))
+
+
+def check_headers(parts: Sequence[FolderDataset]) -> None:
+    """Opens images spread over all parts, as many as time allows: a broken file should not end a run after an hour.
+
+    Raises:
+        Refusal: naming the first that can't be read.
+    """
+    stop = time.monotonic() + CHECK_SECONDS
+    stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
+    broken = []
+    for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
+        try:
+            Image.open(path).close()
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            broken.append(str(path))
+        if time.monotonic() > stop:
+            break
+    if broken:
+        raise Refusal(f"image_folder: {broken[0]} can't be read as an image{_more(broken)}: repair or remove it")
+
+
+def _images(root: Path, name: str) -> list[str]:
+    """Paths of a class's images, relative to `root`, in sorted order."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, file), root)
+        for folder, _, files in os.walk(root / name, followlinks=True)
+        for file in files
+        if file.lower().endswith(EXTENSIONS)
+    )
+
+
+def _more(found: Sequence[str]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

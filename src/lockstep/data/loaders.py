@@ -1,0 +1,118 @@
+"""From a plan to loaders: which samples a process fetches, and when. Nothing here has a state to be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler, Subset
+
+from lockstep.data.augment import Augment
+from lockstep.data.datasets import fetch
+from lockstep.data.share import Share, Turn
+from lockstep.layout import Layout
+from lockstep.plan import Plan, chunks, cuts
+
+At = tuple[int, int]
+
+
+class StepSampler(Sampler[Any]):
+    """Yields `(epoch, index)` of the epoch's remaining steps.
+
+    Args:
+        steps_taken: tells how many optimizer steps the run has made. It is asked when iteration begins and not before,
+            so a resumed run goes on where it stopped; Lightning would start its loader at batch 0.
+    """
+
+    def __init__(self, plan: Plan, steps_taken: Callable[[], int]) -> None:
+        self.plan = plan
+        self.steps_taken = steps_taken
+
+    def __len__(self) -> int:
+        return self.plan.steps_per_epoch
+
+    def __iter__(self) -> Iterator[At]:
+        epoch, start = self.plan.position(self.steps_taken())
+        for index in range(start, len(self)):
+            yield epoch, index
+
+
+class StepDataset:
+    """A training set whose items are one process's shares of optimizer steps."""
+
+    def __init__(self, dataset: Any, plan: Plan, layout: Layout, process: int, augment: Augment) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.layout = layout
+        self.process = process
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, at: At) -> Share:
+        epoch, index = at
+        ids = self.plan.step(epoch, index)
+        mine, pieces, everyone = _share(self.layout, self.process, len(ids))
+        turns = [
+            self._turn(epoch, np.concatenate([ids[start:stop] for _, _, start, stop in turn]), turn) for turn in mine
+        ]
+        return Share(turns, len(ids), pieces, epoch, epoch * self.plan.steps_per_epoch + index, everyone)
+
+    def _turn(self, epoch: int, ids: Any, turn: list[tuple[int, int, int, int]]) -> Turn:
+        seed = self.plan.seed
+        devices, pieces, starts, stops = zip(*turn, strict=True)
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        batch = fetch(self.dataset, ids, seed, epoch)
+        return Turn(batch, ids, self.augment.draws(seed, epoch, ids), devices, pieces, sizes)
+
+
+@lru_cache(maxsize=8)
+def _share(layout: Layout, process: int, samples: int) -> tuple[list[list[tuple[int, int, int, int]]], int, bool]:
+    """For a step of `samples`: a process's turns as `(device, piece, start, stop)`, the number of pieces that have a
+    sample, and whether every process has one. Pieces without a sample and turns without a piece are left out."""
+    at = cuts(samples, layout.pieces)
+
+    def turns(process: int) -> list[list[tuple[int, int, int, int]]]:
+        found = [
+            [(device, piece, at[piece], at[piece + 1]) for device, piece in turn if at[piece] < at[piece + 1]]
+            for turn in layout.turns(process)
+        ]
+        return [turn for turn in found if turn]
+
+    return turns(process), min(samples, layout.pieces), all(turns(other) for other in range(layout.processes))
+
+
+class ChunkDataset:
+    """An evaluation set whose items are the batches `(start, stop)`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, at: At) -> Any:
+        return fetch(self.dataset, np.arange(*at))
+
+
+def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:
+    """The run of neighbouring chunks that a process evaluates; empty where there are fewer chunks than processes.
+
+    Over all processes every sample is in one chunk. A chunk's size is the same on every layout with the same
+    `batch_size` and `pieces`, since kernels may round differently for batches of another size; 256 samples at least
+    where there are enough, because small ones only cost time.
+    """
+    size = min(-(-samples // layout.pieces), max(layout.batch_size // layout.pieces, 256))
+    parts = chunks(samples, size)
+    at = cuts(len(parts), layout.processes)
+    return parts[at[process] : at[process + 1]]
+
+
+def streams(dataset: Any) -> bool:
+    """Whether a dataset reads its samples from disk, so that loader processes pay (it says so by `streams = True`)."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return bool(getattr(dataset, "streams", False))

@@ -1,0 +1,142 @@
+"""The DataModule: loaders for one process, and the last steps of a batch on its device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lockstep.data.datasets import Splits
+from lockstep.data.loaders import ChunkDataset, StepDataset, StepSampler, own_chunks, streams
+from lockstep.data.share import Share, Turn
+from lockstep.layout import Layout
+from lockstep.plan import Plan
+
+
+class DataModule(pl.LightningDataModule):
+    """Training batches are `Share`s, evaluation batches plain `(x, y)`.
+
+    Args:
+        splits: the opened data (`lockstep.data.open_data`).
+        layout: who computes which piece.
+        seed: the run's seed; order and augmentation follow from it.
+        num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
+            over its processes, 1 to 8.
+
+    Attributes:
+        process: this process's number among `layout.processes`; to be set before loaders are made.
+        plan: the training set's order.
+    """
+
+    def __init__(self, splits: Splits, layout: Layout, seed: int, num_workers: int | None = None) -> None:
+        super().__init__()
+        self.splits = splits
+        self.layout = layout
+        self.num_workers = num_workers
+        self.process = 0
+        self.plan = Plan(len(splits.train), layout.batch_size, layout.pieces, seed)
+        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    # --- loaders ---
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = StepDataset(self.splits.train, self.plan, self.layout, self.process, self.splits.augment)
+        sampler = StepSampler(self.plan, lambda: 0 if self.trainer is None else self.trainer.global_step)
+        return self._loader(dataset, sampler, keep_workers=True)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.splits.val is None else self._evaluation("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation("test")
+
+    def stand_in(self, split: str) -> bool:
+        """Whether this process has no sample of `val` or `test` to evaluate. It then gets one all the same, so that it
+        joins every collective, and its result must be forgotten."""
+        return not own_chunks(len(getattr(self.splits, split)), self.layout, self.process)
+
+    def _evaluation(self, split: str) -> DataLoader[Any]:
+        dataset = getattr(self.splits, split)
+        own = own_chunks(len(dataset), self.layout, self.process)
+        return self._loader(ChunkDataset(dataset), own or [(0, 1)])
+
+    def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
+        workers = self.num_workers
+        if workers is None:
+            share = _cores() * self.layout.num_nodes // self.layout.processes
+            workers = max(1, min(8, share)) if streams(dataset.dataset) else 0
+        return DataLoader(
+            dataset,
+            batch_sampler=at,
+            num_workers=workers,
+            collate_fn=_same,
+            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available(),
+            persistent_workers=keep_workers and workers > 0,
+            # its own, since iterating draws a number: from the global one that would move what comes after
+            generator=torch.Generator().manual_seed(self.plan.seed),
+            worker_init_fn=_leave_signals,
+        )
+
+    # --- on the device ---
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(batch, Share):
+            return batch.to(device, non_blocking=device.type == "cuda")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if isinstance(batch, Share) else self._ready(batch)
+
+    def finish(self, turn: Turn) -> Any:
+        """The batch that `training_step` sees: `x` [n, C, H, W] augmented and normalised, in the module's floating
+        dtype, and what the dataset gives beside it (`y`, int64 [n])."""
+        return self._ready(turn.batch, turn.draws)
+
+    def _ready(self, batch: Any, draws: Tensor | None = None) -> Any:
+        if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
+            return batch  # a dict, say: its module knows what to do with it
+        x, *rest = batch
+        if draws is not None:
+            x = self.splits.augment(x, draws)
+        if x.dtype == torch.uint8:
+            x = self._normalise(x, self._dtype())
+        elif x.is_floating_point():
+            x = x.to(self._dtype())
+        return (x, *rest)
+
+    def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        key = images.device, dtype
+        if key not in self._scales:
+            moments = self.splits.spec.mean, self.splits.spec.std
+            mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in moments)
+            self._scales[key] = (1 / (255 * std)).to(*key), (-mean / std).to(*key)
+        scale, shift = self._scales[key]
+        # Two roundings: a fused one would depend on where in the batch a pixel lies (vector body or scalar tail).
+        return images.to(dtype).mul_(scale).add_(shift)
+
+    def _dtype(self) -> torch.dtype:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        parameters = () if module is None else module.parameters()
+        return next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())
+
+
+def _leave_signals(worker: int) -> None:
+    """Who asks the whole process group to end must not end the loader processes: the step under way needs them."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,64 @@
+"""Tests a checkpoint on any layout, as a run of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep import checkpoint_io, fast, logs
+from lockstep.callbacks import StandIn
+from lockstep.checkpoint_io import CheckpointError
+from lockstep.config import Config, check
+from lockstep.data import DataModule, Splits
+from lockstep.training import Run, make_callbacks, make_module, make_trainer
+
+
+def find_checkpoint(path: str) -> Path:
+    """A checkpoint file, or the best (else the last) one of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return folder
+    for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt"):
+        if (folder / name).exists():
+            return folder / name
+    raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
+
+
+def config_of(path: Path, raw: Mapping[str, Any]) -> Config:
+    """The config of an evaluation: model and data set from the checkpoint, everything else from `raw`.
+
+    Raises:
+        CheckpointError: the file can't be used, or was not written by Lockstep.
+        Refusal: a value in `raw`.
+    """
+    recorded = checkpoint_io.load(path).get("lockstep")
+    if not isinstance(recorded, dict) or "config" not in recorded:
+        raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
+    trained = recorded["config"]
+    data = {**trained["data"], **(raw.get("data") or {})}
+    kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
+    return check({**raw, **kept, "data": data, "checkpoint": str(path)}, even=False)
+
+
+def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    """Tests in this worker; returns the summary. Every worker of the layout calls it."""
+    started = time.perf_counter()
+    rank = int(os.environ.get("RANK", "0"))
+    logs.configure(folder, rank)
+    fast.keep_freed_memory()
+    fast.set_threads(config.layout, config.threads)
+    module = make_module(config, splits)
+    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
+    data.process = rank
+    trainer = make_trainer(config, folder, [StandIn(), *make_callbacks(config, splits, folder)])
+    run = Run(config, splits, folder, trainer, module, started)
+    trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
+    run.fitted()
+    return run.finish("completed", None)

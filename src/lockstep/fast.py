@@ -1,0 +1,49 @@
+"""The fast path, chosen per worker: memory that stays, memory format, threads. Measured in docs/performance.md."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+from torch import nn
+
+from lockstep.layout import Layout
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> bool:
+    """Tells glibc to keep what is freed: otherwise every large activation is returned to the kernel and comes back as
+    fresh, unmapped pages (15 to 35% of a CPU step). True where the allocator took it (glibc only)."""
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def set_threads(layout: Layout, threads: int | None) -> int:
+    """CPU threads of this worker: as asked, else its part of the cores; one under exact, where the number of threads
+    would change the order of sums from layout to layout."""
+    workers = max(1, layout.processes // layout.num_nodes)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    chosen = threads or (1 if layout.exact else max(1, cores // workers))
+    torch.set_num_threads(chosen)
+    os.environ["OMP_NUM_THREADS"] = str(chosen)  # else Lightning's ddp sets the number that it thinks best
+    return chosen
+
+
+def memory_format(module: nn.Module, choice: str) -> torch.memory_format:
+    """`auto`: channels_last where there are 2-d convolutions (1.1 to 1.5 times as fast on CPU, and what tensor cores
+    want), else contiguous. The module is converted in place."""
+    convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    chosen = (
+        torch.channels_last
+        if choice == "channels_last" or (choice == "auto" and convolutions)
+        else torch.contiguous_format
+    )
+    if chosen is torch.channels_last:
+        module.to(memory_format=chosen)
+    return chosen

@@ -1,0 +1,122 @@
+"""The gradient of a step: the sum over its pieces, on this process and over all.
+
+The result is the gradient of the mean loss over the step's samples, also when its tail is short or pieces differ in
+size: each turn's mean loss is weighted by its samples over the step's samples.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.exact import ExactSum, alone
+
+
+class GradientSum:
+    """Sums in whatever order the layout computes: autograd accumulates, DDP averages in the step's last backward pass.
+
+    Args:
+        strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
+        processes: worker processes over all nodes.
+    """
+
+    def __init__(self, strategy: Any, processes: int) -> None:
+        self.strategy = strategy
+        self.processes = processes
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold."""
+        return {}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        """Takes what a checkpoint held."""
+
+    def begin(self, share: Any) -> None:
+        """Before the first turn."""
+
+    def weight(self, turn: Any, share: Any) -> float:
+        """What a turn's mean loss counts for. DDP divides by the number of processes, so that is multiplied in."""
+        return sum(turn.sizes) / share.samples * self.processes
+
+    def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
+        """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
+        every process has a sample, since DDP's reducer waits for all of them."""
+        fires = number == len(share.turns) - 1 and share.everyone
+        return nullcontext() if fires or self.processes == 1 else self.strategy.no_sync()
+
+    def collect(self, turn: Any) -> None:
+        """After a turn's backward pass."""
+
+    def finish(self, share: Any) -> None:
+        """After the last turn: where some process had no sample, all of them sum what DDP did not."""
+        if share.everyone or self.processes == 1:
+            return
+        parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        flat /= self.processes
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view(parameter.shape).clone(memory_format=torch.preserve_format)
+
+
+class ExactGradientSum(GradientSum):
+    """Sums without regard to order, so that every layout gets the same bits (see `lockstep.exact`).
+
+    Each piece's gradient is taken by itself and never sent: after the last turn, one all-reduce of integers. A turn's
+    mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by the step's
+    samples comes last; so it does not matter whether a turn holds one piece or, under dp, several.
+    """
+
+    def __init__(self, strategy: Any, processes: int) -> None:
+        super().__init__(strategy, processes)
+        self.sum: ExactSum | None = None
+        self.parameters: list[torch.nn.Parameter] = []
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The grids, which follow from the steps before."""
+        return {} if self.sum is None else {"exponents": self.sum.exponents}
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self._grids().exponents = list(state["exponents"])
+
+    def _grids(self) -> ExactSum:
+        if self.sum is None:
+            self.parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
+            self.sum = ExactSum([p.detach() for p in self.parameters])
+        return self.sum
+
+    def begin(self, share: Any) -> None:
+        self._grids().begin()
+
+    def weight(self, turn: Any, share: Any) -> float:
+        return float(sum(turn.sizes))
+
+    def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
+        return self.strategy.no_sync()
+
+    def collect(self, turn: Any) -> None:
+        for gradients in self.strategy.piece_gradients(self.parameters):
+            self._grids().add(
+                [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
+            )
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self, share: Any) -> None:
+        sums = self._grids().total(all_reduce if self.processes > 1 else alone, share.samples)
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            parameter.grad = gradient
+
+
+def all_reduce(tensor: Tensor, op: str) -> None:
+    """`lockstep.exact.AllReduce` over the default process group."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)

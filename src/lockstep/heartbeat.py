@@ -1,0 +1,94 @@
+"""Every worker tells how far it is; the parent notices one that has gone silent, names it and ends it.
+
+A rank that hangs makes all others wait in their next collective, so the culprit is the one that is least far.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+VARIABLE = "LOCKSTEP_BEATS"
+_beats: np.memmap | None = None
+
+
+def beat(step: int, turn: int = 0) -> None:
+    """Called by a worker at each turn of a step, and at each batch of an evaluation."""
+    if _beats is not None:
+        _beats[:] = (time.time(), step, turn, os.getpid())
+
+
+def join(rank: int) -> None:
+    """Called by a worker when it starts: from now on its silence is noticed."""
+    global _beats
+    if path := os.environ.get(VARIABLE):
+        _beats = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, 4)[rank]
+        beat(0)
+
+
+def _runs(pid: float) -> bool:
+    """False for a process that is stopped or sleeps uninterruptibly (Linux): the first suspect among equals."""
+    try:
+        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] not in "TtD"
+    except (OSError, IndexError):
+        return True
+
+
+def leave() -> None:
+    """Called by a worker whose work is done: from now on it may be silent."""
+    global _beats
+    if _beats is not None:
+        _beats[:] = 0
+        _beats = None
+
+
+@contextmanager
+def watching(folder: str, workers: int, timeout: float) -> Iterator[dict[int, str]]:
+    """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
+
+    Args:
+        folder: where the beats are kept, a small file.
+        workers: worker processes of this machine.
+        timeout: seconds without a beat of the least advanced worker.
+
+    Yields what was found: a message for each pid that was ended.
+    """
+    path = Path(folder) / "beats"
+    table = np.memmap(path, dtype=np.float64, mode="w+", shape=(workers, 4))
+    os.environ[VARIABLE] = str(path)
+    done, found = threading.Event(), dict[int, str]()
+
+    def watch() -> None:
+        while not done.wait(min(1.0, timeout / 4)):
+            rows = [
+                (step, turn, _runs(pid), when, rank, int(pid))
+                for rank, (when, step, turn, pid) in enumerate(table.tolist())
+                if when
+            ]
+            if not rows:
+                continue
+            step, _, _, when, rank, pid = min(rows)
+            if time.time() - when > timeout:
+                found[pid] = f"rank {rank} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
+                print(found[pid], file=sys.stderr)
+                table[rank] = 0
+                table[:, 0] = np.where(table[:, 0] > 0, time.time(), 0)  # those that waited for it get their time anew
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+        os.environ.pop(VARIABLE, None)

@@ -1,0 +1,166 @@
+"""The arithmetic of a step: `batch_size` samples in `pieces` pieces, and who computes which.
+
+Pure: neither torch nor Lightning is imported, so bad numbers are refused before anything slow starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate as running_sum
+
+MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
+
+
+class Refusal(Exception):
+    """Bad input. The message is one line for people: what is wrong, and what would be right."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who computes which piece of an optimizer step.
+
+    Attributes:
+        strategy: `single`, `ddp` (a process per device) or `dp` (one process, several devices).
+        accelerator: `cpu` or `gpu`.
+        devices: devices of one node.
+        num_nodes: machines.
+        batch_size: samples of one optimizer step, over all devices, nodes and accumulated micro-batches.
+        pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
+        exact: sums do not depend on their order.
+        shares: relative number of pieces of each device, in rank order; empty: even.
+    """
+
+    strategy: str
+    accelerator: str
+    devices: int
+    num_nodes: int
+    batch_size: int
+    pieces: int
+    exact: bool = False
+    shares: tuple[float, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """Devices over all nodes."""
+        return self.devices * self.num_nodes
+
+    @property
+    def processes(self) -> int:
+        """Worker processes over all nodes."""
+        return self.world if self.strategy == "ddp" else 1
+
+    @property
+    def accumulate(self) -> int:
+        """Turns (forward and backward passes one after the other) of the busiest device in one step."""
+        return max(len(self.owned(device)) for device in range(self.world))
+
+    @property
+    def piece_size(self) -> int:
+        """Samples of the largest piece of a full step."""
+        return -(-self.batch_size // self.pieces)
+
+    def owned(self, device: int) -> range:
+        """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2."""
+        counts = split(self.pieces, self.world, self.shares)
+        ends = list(running_sum(counts))
+        return range(ends[device] - counts[device], ends[device])
+
+    def turns(self, process: int) -> list[list[tuple[int, int]]]:
+        """What a process computes in one step: for each turn the `(device, piece)` pairs that run at once.
+
+        A device with fewer pieces than others is idle in the first turns, never in the last: DDP's reducer fires in
+        the last backward pass.
+        """
+        devices = range(self.world) if self.strategy == "dp" else (process,)
+        runs = {device: self.owned(device) for device in devices}
+        longest = max(len(run) for run in runs.values())
+        late = {device: longest - len(run) for device, run in runs.items()}
+        return [
+            [(device, run[turn - late[device]]) for device, run in runs.items() if turn >= late[device]]
+            for turn in range(longest)
+        ]
+
+    def describe(self) -> str:
+        """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
+        counts = [len(self.owned(device)) for device in range(self.world)]
+        even = self.batch_size % self.pieces == 0
+        size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
+        where = f"{self.world} devices, {each}" if self.world > 1 else "1 device"
+        nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return f"step {self.batch_size} samples = {self.pieces} pieces x {size} on {where}{nodes}".replace(
+            "1 pieces", "1 piece", 1 if self.pieces == 1 else 0
+        )
+
+
+def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
+    """`total` whole things in `parts` parts, as near to `shares` as whole numbers allow, at least one each.
+
+    Even parts put the larger ones first. Uneven ones follow the largest remainder (Hamilton's method).
+    """
+    if not shares:
+        return [total // parts + (part < total % parts) for part in range(parts)]
+    spare = total - parts  # everyone has one; what is left follows the shares
+    wanted = [max(0.0, share / sum(shares) * total - 1) for share in shares]
+    scale = spare / sum(wanted) if sum(wanted) else 0.0
+    floors = [int(want * scale + 1e-9) for want in wanted]
+    by_remainder = sorted(range(parts), key=lambda part: floors[part] - wanted[part] * scale)
+    for part in by_remainder[: spare - sum(floors)]:
+        floors[part] += 1
+    return [1 + count for count in floors]
+
+
+def resolve(
+    *,
+    strategy: str,
+    accelerator: str,
+    devices: int,
+    num_nodes: int,
+    batch_size: int,
+    pieces: int | None = None,
+    accumulate_grad_batches: int | None = None,
+    exact: bool = False,
+    shares: tuple[float, ...] = (),
+    even: bool = True,
+) -> Layout:
+    """The layout that a config asks for.
+
+    `pieces` defaults to `devices x num_nodes x accumulate_grad_batches`; given `pieces`, accumulation follows from it.
+    With `even=False` (evaluation) pieces may differ by a sample.
+
+    Raises:
+        Refusal: naming both numbers and the nearest that fit.
+    """
+    world = devices * num_nodes
+    accumulate = accumulate_grad_batches or 1
+    if pieces is None:
+        wanted, why = world * accumulate, f"{world} devices x {accumulate} accumulated"
+    else:
+        wanted, why = pieces, f"pieces={pieces}"
+        if pieces < world:
+            raise Refusal(f"pieces={pieces} is fewer than {world} devices: give pieces={world} or more")
+        turns = -(-pieces // world)
+        if accumulate_grad_batches is not None and not shares and accumulate_grad_batches != turns:
+            raise Refusal(
+                f"pieces={pieces} on {world} devices means accumulate_grad_batches={turns}, "
+                f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={world * accumulate}"
+            )
+    if wanted > MOST_PIECES:
+        raise Refusal(f"{why}: a step is cut into {MOST_PIECES:,} pieces at most")
+    # DataParallel's users expect a batch of any size: without `pieces`, dp cuts it as evenly as whole samples allow.
+    uneven = not even or (strategy == "dp" and pieces is None and batch_size >= wanted)
+    if batch_size % wanted and not uneven:
+        raise Refusal(
+            f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
+            + _nearest(batch_size, wanted, world)
+        )
+    return Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
+
+
+def _nearest(batch_size: int, pieces: int, world: int) -> str:
+    below, above = batch_size // pieces * pieces, -(-batch_size // pieces) * pieces
+    sizes = f"batch_size={below} or {above} can" if below else f"batch_size={above} can"
+    if batch_size < world:
+        return sizes
+    near = next((d for d in range(pieces, min(batch_size, MOST_PIECES)) if batch_size % d == 0), batch_size)
+    return f"{sizes}; so can pieces={near}" if near <= MOST_PIECES else sizes

@@ -1,0 +1,32 @@
+"""Where messages go: rank zero to the console and `train.log`, every other rank to `rank_<n>.log`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+LOG = logging.getLogger("lockstep")
+
+
+def configure(folder: Path, rank: int) -> None:
+    """Sends this process's messages to its file in the run folder, and rank zero's own to the console too.
+
+    Warnings and Lightning's notices go to the file only: what a user must know, Lockstep says itself.
+    """
+    file = logging.FileHandler(
+        folder / ("train.log" if rank == 0 else f"rank_{rank}.log"), encoding="utf-8", delay=rank > 0
+    )
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.root.handlers = [file]
+    logging.root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk is told once, by who can't go on, not by each message
+    warnings.simplefilter("default")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "pytorch_lightning"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [], True
+    console = logging.StreamHandler()
+    console.setFormatter(logging.Formatter("%(message)s"))
+    LOG.handlers = [console] if rank == 0 else []
+    LOG.setLevel(logging.INFO)

@@ -1,0 +1,7 @@
+"""Image classifiers: one plain LightningModule, and the nets that it trains."""
+
+from lockstep.models.classifier import ImageClassifier
+from lockstep.models.mnist_cnn import MnistCNN
+from lockstep.models.resnet18 import ResNet18
+
+__all__ = ["ImageClassifier", "MnistCNN", "ResNet18"]

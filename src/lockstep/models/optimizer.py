@@ -1,0 +1,34 @@
+"""Optimizers by name, with weight decay only where it belongs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.layout import Refusal
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+def build_optimizer(
+    module: nn.Module, lr: float, name: str, weight_decay: float = 0.0, **options: Any
+) -> torch.optim.Optimizer:
+    """Optimizer `name` over the trainable parameters; options are torch's own.
+
+    Biases and norms (one-dimensional parameters) do not decay: He et al., Bag of Tricks, 2019.
+    Refusal: unknown name or option, or a value that torch does not take.
+    """
+    if name not in OPTIMIZERS:
+        raise Refusal(f"optimizer={name}: unknown, one of {', '.join(OPTIMIZERS)}")
+    if not 0 <= options.get("momentum", 0) < 1:
+        raise Refusal(f"optimizer.momentum={options['momentum']}: at least 0 and below 1")
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    try:
+        return OPTIMIZERS[name]([g for g in groups if g["params"]], lr=lr, **options)
+    except (TypeError, ValueError) as error:
+        raise Refusal(f"optimizer={name}: {error}") from error

@@ -1,0 +1,119 @@
+"""`resume=`: a run goes on in its own folder, with its own config; what the command line says wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.atomic import replacing
+from lockstep.checks import ROOT
+from lockstep.layout import Refusal
+
+
+def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
+    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, those
+    given now, the run's own folder and its checkpoint.
+
+    Args:
+        arguments: `sys.argv[1:]`.
+
+    Raises:
+        Refusal: there is nothing to resume.
+    """
+    wanted = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    if not wanted or wanted[-1] in ("null", "None", ""):
+        return list(arguments)
+    given = [argument for argument in arguments if not argument.startswith("resume=")]
+    checkpoint = _find(wanted[-1], given, config_name)
+    folder = checkpoint.parent.parent
+    saved = folder / ".hydra" / "overrides.yaml"
+    if not saved.exists():
+        raise Refusal(f"resume={wanted[-1]}: {folder} is no run folder, it has no .hydra/overrides.yaml")
+    before = [str(override) for override in OmegaConf.load(saved)]
+    kept = {_key(override): override for override in before if _key(override) != "resume"}
+    kept |= {_key(argument): argument for argument in given}
+    return [*kept.values(), f"resume='{checkpoint}'", f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
+
+
+@contextmanager
+def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
+    """While a run goes on, `.hydra` in its folder holds what it goes on with, for the next time; if that is refused,
+    what was there before. Hydra itself would leave the refused values, or half a file when it is killed."""
+    new = {"config.yaml": cfg, "overrides.yaml": HydraConfig.get().overrides.task}
+    files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    _write(files)
+    try:
+        yield
+    except refusals:
+        _write(before)
+        raise
+
+
+def _write(files: Mapping[Path, bytes]) -> None:
+    for path, content in files.items():
+        with replacing(path) as file:
+            file.write(content)
+
+
+def _key(override: str) -> str:
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def _find(wanted: str, given: list[str], config_name: str) -> Path:
+    """The checkpoint that `resume=` means: `last` (of the newest run of this name), a run folder, or a file."""
+    if wanted == "last":
+        wanted = str(_newest(given, config_name))
+    path = Path(wanted.strip("'\"")).expanduser().resolve()
+    if path.is_dir():
+        path = path / "checkpoints" / "last.ckpt"
+    if not path.exists():
+        raise Refusal(f"resume={wanted}: there is no {path}")
+    return path
+
+
+def _newest(given: list[str], config_name: str) -> Path:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose(config_name, overrides=[argument for argument in given if not argument.startswith("-")])
+    runs = Path(config.outputs).absolute() / str(config.name)
+    found = sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise Refusal(f"resume=last: no run in {runs} has a checkpoint")
+    return found[-1].parent.parent
+
+
+def must_fit(
+    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> None:
+    """Compares a checkpoint with what is to go on from it.
+
+    Raises:
+        Refusal: it holds the weights of another network, or the state of another optimizer.
+    """
+    sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
+    for name in sorted(sizes[0].keys() | sizes[1].keys()):
+        there, here = (side.get(name, "missing") for side in sizes)
+        if there != here:
+            raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
+    before = checkpoint.get("lockstep", {}).get("config", {}).get("optimizer", {}).get("name")
+    if before is not None and before != optimizer.get("name"):
+        raise Refusal(f"optimizer={optimizer.get('name')}: {path} holds the state of {before}")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> list[str]:
+    """What changed between two plain configs, as `key: old -> new`."""
+    found = []
+    for key in sorted(set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{above}{key}.")
+        elif old != new:
+            found.append(f"{above}{key}: {old} -> {new}")
+    return found

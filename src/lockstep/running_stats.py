@@ -1,0 +1,91 @@
+"""BatchNorm's running statistics of a step: the mean over its pieces, each started from the step's beginning.
+
+Left alone, a layer would apply its momentum once per piece on one device and once per step on many, and ranks would
+drift apart. The mean over the pieces is the same on every layout, and for one piece it is what torch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.exact import ExactSum, alone
+from lockstep.gradients import all_reduce
+
+
+class RunningStats:
+    """Keeps the running statistics of all normalisation layers of a module in step.
+
+    Args:
+        module: the LightningModule.
+        strategy: the trainer's strategy; `strategy.piece_buffers` tells what each piece of a turn left.
+        processes: worker processes over all nodes.
+        exact: the mean does not depend on the order of the pieces.
+    """
+
+    def __init__(self, module: nn.Module, strategy: Any, processes: int, exact: bool = False) -> None:
+        layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(getattr(layer, "running_mean", None), Tensor) and getattr(layer, "momentum", 0) is not None
+        }
+        kinds = ("running_mean", "running_var")
+        self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
+        self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
+        self.counters = [
+            layer.num_batches_tracked for layer in layers.values() if layer.num_batches_tracked is not None
+        ]
+        self.strategy = strategy
+        self.processes = processes
+        self.active = False
+        self.start: list[Tensor] = []
+        self.total: list[Tensor] = []
+        self.counts: list[Tensor] = []
+        # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
+        self.exact = ExactSum(self.buffers, floor=0) if exact else None
+
+    def begin(self, share: Any) -> None:
+        """Remembers where the step starts. One piece on one process needs none of this."""
+        alone = share.pieces == 1 and self.processes == 1 and not self.strategy.copies_buffers
+        self.active = bool(self.buffers) and not alone
+        if self.active:
+            self.start = [buffer.clone() for buffer in self.buffers]
+            self.counts = [counter + 1 for counter in self.counters]
+            if self.exact is not None:
+                self.exact.begin()
+            else:
+                self.total = [torch.zeros_like(buffer) for buffer in self.buffers]
+
+    def before(self, turn: Any) -> None:
+        """Puts the step's beginning back before a turn."""
+        if self.active:
+            torch._foreach_copy_(self.buffers, self.start)
+
+    def after(self, turn: Any) -> None:
+        """Adds what a turn's pieces left."""
+        if self.active:
+            for buffers in self.strategy.piece_buffers(self.names, self.buffers):
+                if self.exact is not None:
+                    self.exact.add(buffers)
+                else:
+                    torch._foreach_add_(self.total, buffers)
+
+    def finish(self, share: Any) -> None:
+        """The mean over the step's pieces, on every process."""
+        if not self.active:
+            return
+        if self.exact is not None:
+            self.total = self.exact.total(all_reduce if self.processes > 1 else alone, share.pieces)
+        else:
+            if self.processes > 1:
+                flat = torch.cat([total.flatten() for total in self.total])
+                dist.all_reduce(flat)
+                parts = flat.split([total.numel() for total in self.total])
+                self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
+            torch._foreach_div_(self.total, share.pieces)
+        torch._foreach_copy_(self.buffers, self.total)
+        if self.counters:
+            torch._foreach_copy_(self.counters, self.counts)

@@ -1,0 +1,95 @@
+"""A run as the parent sees it: workers are launched, and a summary is left behind whatever happens to them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lockstep.balance import balanced
+from lockstep.config import Config
+from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
+from lockstep.layout import Refusal
+from lockstep.summary import write_summary
+from lockstep.training import summarise
+
+
+def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
+    """Launches `work(config, splits, folder)` on the config's layout; returns rank zero's result.
+
+    Raises:
+        Refusal, WorkerFailed, Interrupted: as `lockstep.launch.launch`; summary.json then says what ended the run.
+    """
+    try:
+        if config.strategy["balance"]:
+            config = balanced(config, splits, folder)
+        return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
+    except Refusal:
+        raise
+    except BaseException as error:
+        _conclude(config, folder, error)
+        raise
+
+
+def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path, restarts: int = 0) -> Any:
+    spanning = config.elastic and config.num_nodes > 1
+    return launch(
+        work,
+        config,
+        splits,
+        folder,
+        layout=config.layout,
+        rdzv_endpoint=config.rdzv_endpoint,
+        min_nodes=1 if spanning else None,
+        max_restarts=max(config.max_restarts, 100) if spanning else config.max_restarts,
+        restarts=restarts,
+        hang_timeout=config.hang_timeout,
+    )
+
+
+def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
+    """Goes on with one worker fewer when one is lost for good (the agent's `max_restarts` are used up), and with all
+    of them after `elastic_retry` seconds. `pieces` stay, so every layout takes the same steps."""
+    devices, restarts, again = config.layout.devices, 0, False
+
+    def retry(signum: int, frame: FrameType | None) -> None:
+        nonlocal again
+        again = True
+        ask_to_end()
+
+    signal.signal(signal.SIGALRM, retry)
+    while True:
+        if devices < config.layout.devices:
+            signal.setitimer(signal.ITIMER_REAL, config.elastic_retry)
+        try:
+            shares = config.layout.shares if devices == config.layout.devices else ()
+            now = replace(config, layout=replace(config.layout, devices=devices, shares=shares))
+            return _launch(work, now, splits, folder, restarts)
+        except WorkerFailed as error:
+            if config.layout.strategy != "ddp" or devices == 1 or not (folder / "checkpoints" / "last.ckpt").exists():
+                raise
+            devices -= 1
+            print(f"{error}; going on with {devices} of {config.layout.devices} workers", file=sys.stderr)
+        except Interrupted:
+            if not again:
+                raise
+            devices, again = config.layout.devices, False
+            print(f"trying {devices} workers again", file=sys.stderr)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        restarts += 1
+
+
+def _conclude(config: Config, folder: Path, error: BaseException) -> None:
+    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote."""
+    path = folder / "summary.json"
+    status = "interrupted" if isinstance(error, Interrupted) else "failed"
+    written = json.loads(path.read_text()) if path.exists() else summarise(config, folder, status, None)
+    with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
+        write_summary(path, written | {"status": status, "error": str(error)})

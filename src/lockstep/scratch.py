@@ -1,0 +1,62 @@
+"""A folder for what a run's processes keep for a moment, gone with them: also when they were killed."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+PREFIX = "lockstep_"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """While it lasts, temporary files of this process and of its forks go to a folder of their own.
+
+    Its lock is held by all of them, so a folder that nobody holds was left by processes that were killed: the next run
+    on the machine removes it. It lies in the usual place, not in the run folder: the path of a socket has 107 bytes.
+    """
+    before = tempfile.tempdir
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
+        _remove_if_free(lock)
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    with open(Path(folder, "lock"), "wb") as lock_file:
+        _lock(lock_file)
+        tempfile.tempdir = folder
+        try:
+            yield folder
+        finally:
+            tempfile.tempdir = before
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def can_write() -> bool:
+    """Whether a message of some length could be left in a temporary file."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(1 << 16))
+    except OSError:
+        return False
+    return True
+
+
+def _remove_if_free(lock: Path) -> None:
+    try:
+        with open(lock, "rb") as file:
+            if _lock(file):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    except OSError:  # gone meanwhile, or another user's
+        return
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Takes the lock of a file until all that have it open are gone; False where another holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""Whole runs as real processes, and the promise that none outlives its test session."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "LOCKSTEP_TEST_SESSION"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished process of `src/train.py` (or another program), and what it left under its `outputs` folder."""
+
+    returncode: int  # negative: ended by that signal
+    stdout: str
+    stderr: str
+    outputs: Path
+
+    @property
+    def folders(self) -> list[Path]:
+        """All run folders, oldest first: those that hold Hydra's composed config or a summary."""
+        held = [*self.outputs.rglob(".hydra"), *self.outputs.rglob("summary.json")]
+        return sorted({path.parent for path in held})
+
+    @property
+    def folder(self) -> Path:
+        """The only run folder; an AssertionError if the process left none, or several."""
+        assert len(self.folders) == 1, f"one run folder expected, found {self.folders}\n{self}"
+        return self.folders[0]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return summary_of(self.folder)
+
+    @property
+    def jobs(self) -> list[Path]:
+        """The job folders of the only sweep, by number."""
+        sweeps = {path.parent for path in self.folders}
+        assert len(sweeps) == 1, f"one sweep expected, found {sweeps}\n{self}"
+        return sorted(self.folders, key=lambda path: int(path.name))
+
+    def __str__(self) -> str:
+        return f"exit {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """What a run says about itself."""
+    content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+def wait_for(what: Callable[[], T], process: subprocess.Popen[str], seconds: float = 90) -> T:
+    """What `what` returns as soon as that is true; fails when the process ends or time runs out before."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"waited in vain; exit {process.poll()}\n{process.communicate(timeout=10)}")
+        time.sleep(0.02)
+    return found
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of a program's workers, oldest (rank zero) first; Linux only."""
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [pid for pid in map(int, listed) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Runs a program of the project as a user would, with `outputs` below the test's own folder."""
+
+    outputs: Path
+    script: str = "src/train.py"
+    launcher: tuple[str, ...] = ()  # what stands between python and the script, e.g. -m torch.distributed.run
+
+    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
+        """Starts the program in a process group of its own, so that a test may signal it or its group."""
+        command = [sys.executable, *self.launcher, str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=os.environ | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str], timeout: float = 180) -> Run:
+        """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            pytest.fail(f"still running after {timeout} s: {process.args!r}\n{stdout}\n{stderr}")
+        return Run(process.returncode, stdout, stderr, self.outputs)
+
+    def __call__(
+        self,
+        *overrides: str,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        timeout: float = 180,
+        ok: bool = True,
+    ) -> Run:
+        """Runs the program to its end. With `ok` any exit code but 0 fails the test, showing what the program said."""
+        run = self.finish(self.start(*overrides, env=env, cwd=cwd), timeout)
+        assert not ok or run.returncode == 0, str(run)
+        return run
+
+
+@pytest.fixture
+def run_train(tmp_path: Path) -> Program:
+    """`run_train("strategy=ddp", "devices=2")` -> Run. All runs of one test share an `outputs` folder."""
+    return Program(tmp_path / "outputs")
+
+
+@pytest.fixture
+def run_evaluate(tmp_path: Path) -> Program:
+    """As `run_train`, for `src/evaluate.py`."""
+    return Program(tmp_path / "outputs", "src/evaluate.py")
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """A folder of real data sets, laid out as `data_dir` expects; the test is skipped where none is named."""
+    named = os.environ.get("LOCKSTEP_TEST_DATA")
+    if not named:
+        pytest.skip("needs real data: LOCKSTEP_TEST_DATA=<data_dir>")
+    return Path(named)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Fails the session if processes that its tests started are still there five seconds after the last test."""
+    mark = f"{MARK}={uuid.uuid4().hex}"
+    os.environ[MARK] = mark.partition("=")[2]
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _started_by_us(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "processes left behind (now killed):\n" + "\n".join(f"{pid}: {name}" for pid, name in left.items())
+
+
+def _started_by_us(mark: str) -> dict[int, str]:
+    """Living processes below this one, or orphaned by it and known by the mark in their environment; Linux only."""
+    found: dict[int, str] = {}
+    family = {os.getpid()}
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        pid = int(folder.name)
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            marked = mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        # Zombies hold nothing; multiprocessing's tracker lives as long as the process that it serves.
+        if pid == os.getpid() or state == "Z" or "multiprocessing.resource_tracker" in command:
+            continue
+        if marked or int(parent) in family:
+            family.add(pid)
+            found[pid] = command
+    return found

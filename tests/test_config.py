@@ -1,0 +1,274 @@
+"""Promise 8: bad input is refused early, in one line that names what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Program
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from PIL import Image
+
+from lockstep import config
+from lockstep.checks import ROOT
+from lockstep.cli import BAD_INPUT, line
+from lockstep.config import Config, check
+from lockstep.layout import Refusal
+
+IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+@pytest.fixture(autouse=True)
+def _two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is refused must not depend on the machine that tests."""
+    monkeypatch.setattr(config, "gpu_count", lambda: 0)
+    monkeypatch.setattr(config, "cpu_cap", lambda: 8)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    raw = OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def checked(*overrides: str) -> Config:
+    return check(composed(*overrides))
+
+
+def refused(*overrides: str) -> str:
+    """The line that a user would read; an AssertionError if there is none, or more than one."""
+    with pytest.raises(BAD_INPUT) as caught:
+        checked(*overrides)
+    said = line(caught.value, "train")
+    assert said
+    assert "\n" not in said
+    return said
+
+
+# Each case: overrides, and what the line must hold, in this order: what is wrong, then what would be right.
+REFUSED: list[tuple[str, str]] = [
+    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
+    ("model=vgg", "model=vgg.*mnist_cnn, resnet18"),
+    ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
+    ("optimizer=lion", "optimizer=lion.*adamw, sgd"),
+    ("batchsize=64", "batchsize: there is no such key.*batch_size"),
+    ("+batchsize=64", "batchsize: there is no such key.*batch_size"),
+    ("++max_step=3", "max_step: there is no such key.*max_steps"),
+    ("model.dropuot=0.5", "model.dropuot: there is no such key.*dropout"),
+    ("optimizer.momentun=0.5", "optimizer.momentun: there is no such key.*momentum"),
+    ("+strategy.share=[1,2]", "strategy.share: there is no such key.*shares"),
+    ("devices=0", "devices=0.*at least 1"),
+    ("devices=-2", "devices=-2.*at least 1"),
+    ("devices=1.5", "devices=1.5.*whole number"),
+    ("devices=64", "devices=64.*8 workers at most"),
+    ("devices=9", "devices=9.*8 workers at most"),
+    ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
+    ("accelerator=tpu", "accelerator=tpu.*auto, cpu, gpu"),
+    ("num_nodes=0", "num_nodes=0.*at least 1"),
+    ("num_nodes=2", "num_nodes=2.*rdzv_endpoint=<host>:<port>"),
+    ("num_nodes=2 rdzv_endpoint=there", "rdzv_endpoint=there.*<host>:<port>"),
+    ("num_nodes=2 strategy=dp rdzv_endpoint=there:29500", "num_nodes=2: dp is one process.*strategy=ddp"),
+    ("batch_size=0", "batch_size=0.*at least 1"),
+    ("batch_size=-64", "batch_size=-64.*at least 1"),
+    ("batch_size=64.5", "batch_size=64.5.*whole number"),
+    ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
+    ("batch_size=100 devices=3", "batch_size=100.*3 equal pieces.*99 or 102 can.*pieces=4"),
+    ("batch_size=2 pieces=3", "batch_size=2.*3 equal pieces.*batch_size=3 can"),
+    ("pieces=0", "pieces=0.*at least 1"),
+    ("pieces=3 devices=4", "pieces=3.*4 devices.*pieces=4 or more"),
+    ("pieces=8 devices=2 accumulate_grad_batches=2", "pieces=8 on 2 dev.*accumulate_grad_batches=4, not 2.*pieces=4"),
+    ("accumulate_grad_batches=0", "accumulate_grad_batches=0.*at least 1"),
+    ("accumulate_grad_batches=-1", "accumulate_grad_batches=-1.*at least 1"),
+    ("accumulate_grad_batches=1.5", "accumulate_grad_batches=1.5.*whole number"),
+    ("accumulate_grad_batches=two", "accumulate_grad_batches=two.*whole number"),
+    ("accumulate_grad_batches=true", "accumulate_grad_batches=true.*whole number"),
+    ("lr=-0.1", "lr=-0.1.*greater than 0"),
+    ("lr=0", "lr=0.*greater than 0"),
+    ("lr=nan", "lr=nan.*greater than 0"),
+    ("lr=inf", "lr=inf.*greater than 0"),
+    ("lr=fast", "lr=fast.*number"),
+    ("gradient_clip_val=nan", "gradient_clip_val=nan.*greater than 0"),
+    ("precision=33", "precision=33.*64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed"),
+    ("precision=16-mixed", "precision=16-mixed needs a GPU.*bf16-mixed"),
+    ("max_epochs=0", "max_epochs=0.*at least 1"),
+    ("max_steps=-1", "max_steps=-1.*at least 1"),
+    ("seed=-1", "seed=-1.*at least 0"),
+    ("seed=null", "seed=null.*at least 0"),
+    ("exact=maybe", "exact=maybe.*true or false"),
+    ("exact=true precision=bf16-true", "exact=true.*64-true, 32-true and bf16-mixed, not bf16-true"),
+    ("name=../elsewhere", "name=../elsewhere.*letter or digit"),
+    ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*list of 2 numbers"),
+    ("strategy=dp devices=2 +strategy.compression=bf16", "strategy.compression=bf16.*only ddp"),
+    ("strategy=ddp devices=2 strategy.sync_batchnorm=true", "strategy.sync_batchnorm=true.*GPUs only"),
+    ("model._target_=os.system", "model._target_=os.system.*src/"),
+    ("data._target_=builtins.open", "data._target_=builtins.open.*src/"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=[overrides for overrides, _ in REFUSED])
+def test_refused_in_one_line(overrides: str, says: str) -> None:
+    assert re.search(says, refused(*overrides.split())), refused(*overrides.split())
+
+
+def test_every_number_of_the_front_page_is_checked() -> None:
+    """Not only those above: a word, a NaN or a list in place of any number is refused, and named."""
+    raw = composed()
+    texts = {"rdzv_endpoint", "resume", "experiment", "debug"}
+    numbers = {key for key, value in raw.items() if isinstance(value, int | float) or value is None} - texts
+    assert len(numbers) > 12
+    for key in numbers:
+        for bad in ([1, 2], float("nan"), "much"):
+            with pytest.raises(Refusal, match=f"^{key}="):
+                check(raw | {key: bad})
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "devices=4",
+        "devices=8 batch_size=64",
+        "pieces=8 devices=3",
+        "pieces=6 devices=3 accumulate_grad_batches=2 batch_size=96",
+        "strategy=dp devices=3 batch_size=64",
+        "num_nodes=2 rdzv_endpoint=localhost:29500",
+        "precision=64-true",
+        "experiment=mnist_cnn",
+    ],
+)
+def test_what_fits_is_taken(overrides: str) -> None:
+    """The control: a check that refused everything would pass all tests above."""
+    assert checked(*overrides.split()).layout.batch_size > 0
+
+
+@pytest.mark.parametrize(("devices", "accumulate"), [(1, 8), (3, 3), (4, 2), (8, 1)])
+def test_accumulation_follows_from_pieces(devices: int, accumulate: int) -> None:
+    assert checked("pieces=8", f"devices={devices}").layout.accumulate == accumulate
+
+
+def test_pieces_follow_from_accumulation() -> None:
+    assert checked("devices=2", "accumulate_grad_batches=4").layout.pieces == 8
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    assert checked("devices=2").layout.accelerator == "gpu"
+    assert re.search("devices=3.*2 GPUs.*accelerator=cpu", refused("devices=3", "batch_size=96"))
+    assert checked("devices=3", "batch_size=96", "accelerator=cpu").layout.accelerator == "cpu"
+
+
+def test_a_machine_carries_four_workers_and_not_sixty_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert 4 <= config.cpu_cap() < 64
+
+
+# Data: what `check` can't see, `open_data` refuses, still in the parent.
+
+
+def broken_images(root: Path) -> None:
+    for split in ("train", "test"):
+        for label in ("cat", "dog"):
+            (root / split / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(root / split / label / "good.png")
+    (root / "train" / "dog" / "broken.jpg").write_bytes(b"\xff\xd8 no jpeg")
+
+
+def garbage_idx(root: Path) -> None:
+    (root / "MNIST" / "raw").mkdir(parents=True)
+    for name in IDX:
+        (root / "MNIST" / "raw" / name).write_bytes(b"<html>404</html>" * 40)
+
+
+def truncated_idx(root: Path) -> None:
+    garbage_idx(root)
+    header = bytes((0, 0, 8, 3)) + b"".join(n.to_bytes(4, "big") for n in (60000, 28, 28))
+    (root / "MNIST" / "raw" / IDX[0]).write_bytes(header + bytes(1000))
+
+
+DATA: list[tuple[str, Any, str]] = [
+    ("data=image_folder", None, "data_dir=.*no folder.*train/ and test/"),
+    ("data=image_folder", Path.mkdir, "there is no .*train.*folder of images per class"),
+    ("data=image_folder", broken_images, r"broken\.jpg can't be read"),
+    ("data=mnist", garbage_idx, "train-images-idx3-ubyte: not an IDX file.*0x00000803 expected"),
+    ("data=mnist", truncated_idx, "train-images-idx3-ubyte: truncated: 47,040,016 bytes expected, 1,016 found"),
+    ("data.val_fraction=1", None, "data.val_fraction=1.*below 1"),
+    ("data.augment.crop=28", None, "data.augment.crop=28.*28 pixels"),
+    ("+data.colour=true", None, "data.colour"),
+]
+
+
+@pytest.mark.parametrize(("override", "prepare", "says"), DATA)
+def test_bad_data_is_refused_in_one_line(tmp_path: Path, override: str, prepare: Any, says: str) -> None:
+    from lockstep.data import open_data
+
+    if prepare is not None:
+        prepare(tmp_path / "data")
+    found = checked(override, f"data_dir={tmp_path / 'data'}")
+    with pytest.raises(Refusal, match=says) as caught:
+        open_data(found.data, found.data_dir, found.seed)
+    assert "\n" not in str(caught.value)
+
+
+# Through real processes: exit code, one line, no traceback, no folder.
+
+FAST, WITH_TORCH = 15.0, 60.0  # seconds; 3 and 15 on a machine of one's own
+
+PROCESSES: list[tuple[str, str, float]] = [
+    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp", FAST),
+    ("batchsize=64", "batchsize.*did you mean batch_size", FAST),
+    ("devices=65", "devices=65.*(workers at most|GPU)", FAST),
+    ("accumulate_grad_batches=-1", "accumulate_grad_batches=-1.*at least 1", FAST),
+    ("batch_size=100 pieces=6", "96 or 102", FAST),
+    ("num_nodes=2 strategy=dp rdzv_endpoint=nowhere.invalid:1", "dp is one process", FAST),
+    ("lr=nan", "lr=nan.*greater than 0", FAST),
+    ("outputs=/dev/null/here", "/dev/null/here.*[Nn]ot a directory", FAST),
+    ("data=image_folder data_dir=/dev/null/images", "data_dir=/dev/null/images", WITH_TORCH),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says", "seconds"), PROCESSES, ids=[overrides for overrides, _, _ in PROCESSES])
+def test_a_refused_run_ends_with_2_and_leaves_nothing(
+    run_train: Program, overrides: str, says: str, seconds: float
+) -> None:
+    start = time.monotonic()
+    run = run_train(*overrides.split(), ok=False)
+    took = time.monotonic() - start
+    assert run.returncode == 2, str(run)
+    assert run.stdout == ""
+    assert re.fullmatch(f"error: .*{says}.*\n", run.stderr), run.stderr
+    assert run.folders == []
+    assert took < seconds
+
+
+def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:
+    from lockstep.evaluation import find_checkpoint
+
+    with pytest.raises(Refusal, match=r"no checkpoints/best\.ckpt or last\.ckpt in this folder"):
+        find_checkpoint(str(tmp_path))
+    run = run_evaluate(f"checkpoint={tmp_path / 'nowhere.ckpt'}", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.fullmatch(r"error: \S+nowhere\.ckpt: no such file.*\n", run.stderr), run.stderr
+    assert run.folders == []
+
+
+def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:
+    run = run_evaluate(ok=False)
+    assert run.returncode == 2
+    assert re.fullmatch("error: checkpoint must be given: checkpoint=.*\n", run.stderr), run.stderr
+
+
+def test_a_traceback_for_those_who_ask(run_train: Program) -> None:
+    run = run_train("lr=-1", env={"HYDRA_FULL_ERROR": "1"}, ok=False)
+    assert run.returncode == 2
+    assert "Traceback" in run.stderr
+    assert run.stderr.endswith("error: lr=-1: must be a number greater than 0\n")

@@ -1,0 +1,103 @@
+"""Promise 4, in whole runs: with exact=true, layouts with the same batch_size and pieces end with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Program, Run, summary_of
+
+# Everything that is random or keeps a state: augmentation, dropout, AdamW, clipping; two epochs with a short tail.
+DROPOUT = "model.dropout=0.3"
+TASK = (
+    "data=synthetic",
+    "data.samples=100",
+    "data.image_size=14",
+    "data.num_classes=3",
+    "data.augment={crop:2,flip:true,fill:zero}",
+    DROPOUT,
+    "optimizer=adamw",
+    "lr=0.003",
+    "gradient_clip_val=0.5",
+    "accelerator=cpu",
+    "batch_size=32",
+    "pieces=8",
+    "max_epochs=2",
+    "callbacks=none",
+    "logger=none",
+)
+
+
+def shas(run: Run) -> list[str]:
+    return [summary_of(folder)["weights_sha256"] for folder in run.jobs]
+
+
+def test_one_sha256_over_ten_layouts(run_train: Program) -> None:
+    run = run_train(*TASK, "exact=true", "strategy=ddp,dp", "devices=1,2,3,5,8", "-m")
+    found = [summary_of(folder) for folder in run.jobs]
+    assert len({(s["layout"]["strategy"], s["layout"]["devices"]) for s in found}) == 10
+    assert {s["layout"]["accumulate_grad_batches"] for s in found} == {8, 4, 3, 2, 1}
+    assert len(set(shas(run))) == 1, shas(run)
+    # and so the same numbers: of the validation too, and of 20 test samples on 8 devices
+    assert len({(s["metrics"]["test/correct"], s["metrics"]["test/count"]) for s in found}) == 1
+    for name in ("val/loss", "test/loss"):
+        assert len({s["metrics"][name] for s in found}) == 1, name
+
+
+@pytest.mark.parametrize("changes", [("precision=bf16-mixed",), ("precision=64-true",)], ids=["bf16", "float64"])
+def test_one_sha256_in_other_precisions(run_train: Program, changes: tuple[str, ...]) -> None:
+    run = run_train(*TASK, *changes, "exact=true", "strategy=ddp,dp", "devices=1,3", "-m")
+    assert len(shas(run)) == 4
+    assert len(set(shas(run))) == 1
+
+
+def test_one_sha256_with_uneven_shares(run_train: Program) -> None:
+    shares = "strategy.shares=[0.8,0.2],[0.3,0.7],null"
+    found = shas(run_train(*TASK, "exact=true", "strategy=ddp,dp", "devices=2", shares, "-m"))
+    assert len(found) == 6
+    assert len(set(found)) == 1
+
+
+def test_one_sha256_with_batchnorm(run_train: Program) -> None:
+    changes = ("model=resnet18", "data.samples=40", "batch_size=16", "max_epochs=1", "pieces=4")
+    task = [key for key in TASK if key != DROPOUT]
+    run = run_train(*task, *changes, "exact=true", "strategy=ddp,dp", "devices=1,2,3", "-m")
+    assert len(shas(run)) == 6
+    assert len(set(shas(run))) == 1
+
+
+def test_without_exact_the_bits_differ_and_the_weights_agree_to_rounding(run_train: Program) -> None:
+    """The control of the tests above: they compare what does differ, where nothing is done about it."""
+    keep = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null")
+    plain = ("optimizer=sgd", "lr=0.05")  # Adam divides by a gradient's own size, noise included
+    run = run_train(*TASK, *keep, *plain, "strategy=ddp,dp", "devices=1,3", "-m")
+    assert len(set(shas(run))) > 1
+    first, *others = (weights(folder) for folder in run.jobs)
+    for other in others:
+        assert float((other - first).norm()) < 1e-5 * float(first.norm())
+
+
+def test_float64_agrees_to_ten_digits_without_exact(run_train: Program) -> None:
+    keep = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null", "precision=64-true")
+    run = run_train(*TASK, *keep, "optimizer=sgd", "strategy=ddp,dp", "devices=1,3", "-m")
+    first, *others = (weights(folder) for folder in run.jobs)
+    for other in others:
+        assert float((other - first).norm()) < 1e-10 * float(first.norm())
+
+
+def test_a_run_that_changes_its_layout_on_the_way_ends_with_the_same_bits(run_train: Program, tmp_path: Path) -> None:
+    keep = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null", "scheduler=constant")
+    task = (*TASK, *keep, "exact=true", "max_epochs=20")
+    never = run_train(*task, "devices=1", "max_steps=7").summary["weights_sha256"]
+    run = Program(tmp_path / "moved")(*task, "strategy=ddp", "devices=3", "max_steps=2")
+    for layout, steps in (("strategy=dp", 5), ("strategy=ddp", 7)):  # in mid-epoch, and over an epoch's edge
+        Program(tmp_path / "moved")(f"resume={run.folder}", layout, "devices=2", f"max_steps={steps}")
+    assert run.summary["steps"] == 7
+    assert run.summary["weights_sha256"] == never
+
+
+def weights(folder: Path) -> torch.Tensor:
+    """All weights of a run's last checkpoint, in one row."""
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])

@@ -1,0 +1,72 @@
+"""Recipes and debug modes: each fits the schema, also on top of each other, and each debug mode does what it says."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+from conftest import ROOT, Program
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lockstep.checks import options
+from lockstep.config import Config, check
+
+EXPERIMENTS = options("experiment")
+DEBUGS = options("debug")
+LAYOUT = ("accelerator=cpu", "strategy=ddp", "devices=2", "pieces=4", "threads=1")
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        raw: Any = OmegaConf.to_container(compose("train", ["accelerator=cpu", *overrides]), resolve=True)
+    return check(raw)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_passes_the_checks(experiment: str) -> None:
+    config = composed(f"experiment={experiment}")
+    assert config.raw != composed().raw
+
+
+@pytest.mark.parametrize(("recipe", "debug"), list(product([(), *((f"experiment={e}",) for e in EXPERIMENTS)], DEBUGS)))
+def test_a_debug_mode_goes_on_top_of_a_recipe(recipe: tuple[str, ...], debug: str) -> None:
+    config = composed(*recipe, f"debug={debug}")
+    assert config.name == f"debug_{debug}"
+    assert config.model == composed(*recipe).model
+
+
+def test_the_front_page_names_all_debug_modes() -> None:
+    front = (ROOT / "conf" / "train.yaml").read_text()
+    assert DEBUGS == ["batch", "overfit", "profile"]
+    assert "- debug: null # batch, overfit, profile\n" in front
+
+
+def test_batch_goes_through_training_validation_and_test(run_train: Program) -> None:
+    run = run_train("debug=batch", *LAYOUT)
+    metrics = run.summary["metrics"]
+    assert (run.summary["steps"], run.summary["samples_seen"]) == (1, 64)
+    assert metrics["val/count"] > 0
+    assert 0 < metrics["test/count"] < 359  # not the whole test set
+    assert (run.folder / "checkpoints" / "best.ckpt").is_file()
+
+
+def test_overfit_learns_one_batch_by_heart(run_train: Program) -> None:
+    run = run_train("debug=overfit", *LAYOUT)
+    metrics = run.summary["metrics"]
+    assert (run.summary["steps"], run.summary["samples_seen"]) == (100, 6400)
+    assert metrics["train/loss"] < 0.01
+    assert metrics["train/acc"] == 1
+    assert not [name for name in metrics if name.startswith(("val/", "test/"))]
+
+
+def test_profile_leaves_a_trace_and_a_table(run_train: Program) -> None:
+    run = run_train("debug=profile", *LAYOUT)
+    events = json.loads((run.folder / "profile" / "trace.json").read_text())["traceEvents"]
+    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
+    assert len(steps) == 8
+    table = (run.folder / "profile" / "table.txt").read_text()
+    assert "aten::convolution_backward" in table
+    assert "aten::convolution_backward" in (run.folder / "train.log").read_text()

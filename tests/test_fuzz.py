@@ -1,0 +1,296 @@
+"""Whatever is read ends in a result or in a refusal of one line, and in nothing else: bounded, seeded fuzzing."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from PIL import Image
+
+from lockstep import checkpoint_io, cli
+from lockstep.config import Config, check
+from lockstep.data import open_data
+from lockstep.data.files import read_idx
+from lockstep.data.folder import FolderDataset, image_folder
+from lockstep.layout import Refusal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def accepted(read: Callable[[], Any]) -> bool:
+    """Whether `read` came to a result; a refusal is one line that says something. Other exceptions go through."""
+    try:
+        read()
+    except Refusal as refusal:
+        text = cli.line(refusal, "train")
+        assert len(text) > 10, text
+        assert text.isprintable(), text
+        return False
+    return True
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A few random edits: bytes changed, a part cut out, doubled, moved, or the end missing."""
+    found = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, length = rng.randrange(len(found) + 1), rng.choice((1, 2, 4, 64))
+        match rng.randrange(6):
+            case 0:
+                found[at : at + length] = rng.randbytes(length)
+            case 1:
+                del found[at : at + length]
+            case 2:
+                found[at:at] = found[at : at + length]
+            case 3:
+                found[at : at + length] = bytes([rng.choice((0, 0x7F, 0x80, 0xFF))]) * length
+            case 4:
+                del found[at:]
+            case _:
+                other = rng.randrange(len(found) + 1)
+                found[at : at + length] = found[other : other + length]
+    return bytes(found)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "state_dict": {"net.weight": torch.arange(6.0).reshape(2, 3)},
+    "pytorch-lightning_version": "2.6.6",
+    "lockstep": {"config": {"lr": 0.1, "name": "größer"}, "fingerprint": None},
+}
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["with our digest", "as torch writes it"])
+def test_checkpoints(tmp_path: Path, ours: bool) -> None:
+    rng, path = random.Random(1), tmp_path / "last.ckpt"
+    if ours:
+        checkpoint_io.save(PLAIN, path)
+    else:
+        torch.save(PLAIN, path)
+    content = path.read_bytes()
+    for _ in range(400):
+        changed = mutated(content, rng)
+        path.write_bytes(changed)
+        found = accepted(lambda: checkpoint_io.load(path))
+        assert not (ours and found and changed != content), "damaged, and loaded all the same"
+
+
+@pytest.mark.parametrize(
+    "value", [None, 1, [], {}, {"state_dict": {}}, PLAIN | {"state_dict": 3}, torch.zeros(2)], ids=repr
+)
+def test_files_of_torch_that_are_no_checkpoints(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save(value, path)
+    found = accepted(lambda: checkpoint_io.load(path))
+    assert not found or {"state_dict", "pytorch-lightning_version"} <= value.keys()
+
+
+# --- IDX files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_idx_files(tmp_path: Path, packed: bool, dimensions: int) -> None:
+    rng = random.Random(dimensions)
+    sizes = (5, 4, 3)[:dimensions]
+    header = bytes((0, 0, 8, dimensions)) + b"".join(size.to_bytes(4, "big") for size in sizes)
+    whole = header + rng.randbytes(math.prod(sizes))
+    path = tmp_path / ("set.gz" if packed else "set")
+    path.write_bytes(gzip.compress(whole) if packed else whole)
+    assert accepted(lambda: read_idx(path, dimensions))
+    for number in range(500):
+        # inside the gzip too, so that its checksum does not hide the rest
+        inner = mutated(whole, rng) if not packed or number % 2 else whole
+        path.write_bytes(
+            (gzip.compress(inner, 1) if number % 2 else mutated(gzip.compress(inner, 1), rng)) if packed else inner
+        )
+        if accepted(lambda: read_idx(path, dimensions)):
+            found = read_idx(path, dimensions)
+            assert found.ndim == dimensions
+            assert found.dtype == np.uint8
+
+
+# --- image folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"])
+def test_images(tmp_path: Path, kind: str) -> None:
+    rng = random.Random(kind)
+    (tmp_path / "some").mkdir()
+    path = tmp_path / "some" / ("image.png" if kind == "GIF" else f"image.{kind.lower()}")  # a name may be wrong
+    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path, format=kind)
+    content = path.read_bytes()
+    dataset = FolderDataset(tmp_path, image_size=8, channels=3)
+    assert accepted(lambda: dataset[0])
+    for _ in range(60):
+        path.write_bytes(mutated(content, rng))
+        if accepted(lambda: dataset[0]):
+            image, label = dataset[0]
+            assert (image.shape, image.dtype, label) == ((3, 8, 8), torch.uint8, 0)
+
+
+def test_trees_of_folders(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    picture = tmp_path / "picture.png"
+    Image.new("L", (6, 5)).save(picture)
+    names = ["train", "test", "val", "a", "b", ".hidden", "ü ß", "a.png", "b.jpg", "x" * 200, "notes.txt", "-o", "a\nb"]
+    results = 0
+    for number in range(150):
+        root = tmp_path / f"tree_{number}"
+        for _ in range(rng.randrange(12)):
+            folder = root.joinpath(*rng.choices(names[:8], k=rng.randrange(1, 4)))
+            try:
+                match rng.randrange(4):
+                    case 0:
+                        folder.mkdir(parents=True, exist_ok=True)
+                    case 1:
+                        folder.parent.mkdir(parents=True, exist_ok=True)
+                        folder.symlink_to(rng.choice((root, folder.parent, tmp_path / "nowhere", picture)))
+                    case _:
+                        folder.mkdir(parents=True, exist_ok=True)
+                        content = rng.choice((picture.read_bytes(), b"", b"no image"))
+                        (folder / rng.choice(names[7:])).write_bytes(content)
+            except OSError:
+                continue  # a file where a folder was wanted, say
+        results += accepted(partial(image_folder, str(root), image_size=8))
+    for split in ("train", "test"):  # the control: what is good is not refused
+        for name in ("a", "b"):
+            folder = tmp_path / "good" / split / name
+            folder.mkdir(parents=True)
+            (folder / "1.png").write_bytes(picture.read_bytes())
+    assert accepted(lambda: image_folder(str(tmp_path / "good"), image_size=8))
+
+
+# --- config values ----------------------------------------------------------------------------------------------------
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**30, -(10**30)),
+    *(0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
+    *("", " ", "auto", "null", "1", "-1", "../up", "/", "a/b", "a\nb", "\0", "ü", "x" * 300),
+    *("os.system", "builtins.open", "lockstep.launch.launch", "lockstep.models.MnistCNN", "lockstep.."),
+    *([], [1], [[1]], ["a"], {}, {"a": 1}, {"_target_": "os.system"}, {"name": None}),
+)
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=[*overrides, "data=synthetic", "data.samples=60", "data.image_size=12"])
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    return plain
+
+
+def places(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all keys of a config, groups and leaves."""
+    if not isinstance(node, dict):
+        return []
+    return [place for key, part in node.items() for place in [(*above, key), *places(part, (*above, key))]]
+
+
+def opened(raw: dict[str, Any]) -> Config:
+    """As far as the parent of a run goes: what comes after happens in workers."""
+    config = check(raw)
+    large = any(isinstance(value, int | float) and value > 1000 for value in config.data.values())
+    if config.data.get("_target_") == "lockstep.data.synthetic" and not large:
+        open_data(config.data, config.data_dir, config.seed)
+    return config
+
+
+def test_config_values() -> None:
+    rng, base = random.Random(7), composed()
+    assert accepted(lambda: opened(base))
+    results = 0
+    for place in places(base):
+        for value in rng.sample(VALUES, 16):
+            raw = copy.deepcopy(base)
+            node = raw
+            for key in place[:-1]:
+                node = node[key]
+            node[place[-1]] = value
+            try:
+                results += accepted(partial(opened, raw))
+            except Exception as error:
+                raise AssertionError(f"{'.'.join(place)}={value!r}: {type(error).__name__}: {error}") from error
+    assert results > 50, "not everything is refused"
+
+
+def test_layouts() -> None:
+    """Sizes that fit are cut without remainder, whatever is asked for; others are refused."""
+    rng, base = random.Random(8), composed()
+    results = 0
+    for _ in range(1500):
+        asked: dict[str, Any] = {
+            "strategy": {"name": rng.choice(("auto", "ddp", "dp"))},
+            "devices": rng.choice((1, 2, 3, 4, 8)),
+            "batch_size": rng.choice((1, 2, 7, 8, 24, 32, 64, 2**40)),
+            "pieces": rng.choice((None, 1, 2, 3, 8, 64, 2**40)),
+            "accumulate_grad_batches": rng.choice((None, 1, 2, 3, 100)),
+            "exact": rng.choice((True, False)),
+        }
+        if accepted(partial(check, base | asked)):
+            layout = check(base | asked).layout
+            results += 1
+            owned = [layout.owned(device) for device in range(layout.world)]
+            assert [part.start for part in owned] == [0, *(part.stop for part in owned[:-1])], asked
+            assert owned[-1].stop == layout.pieces, asked
+            # DataParallel's users expect a batch of any size
+            assert layout.batch_size % layout.pieces == 0 or asked["strategy"]["name"] == "dp", asked
+    assert results > 100
+
+
+def test_command_lines() -> None:
+    """Whatever Hydra's parser makes of an override, the answer is a config or a refusal of one line."""
+    rng = random.Random(9)
+    keys = [".".join(place) for place in places(composed())] + [
+        "nothing",
+        "hydra.run.dir",
+        "hydra",
+        "",
+        "a.b.c",
+        "+new",
+        "~lr",
+        "model@x",
+    ]
+    values = [
+        "",
+        "1",
+        "-1",
+        "nan",
+        "[1,2",
+        "{a:1}",
+        "'",
+        '"',
+        "${oc.env:HOME}",
+        "${lr}",
+        "${nothing}",
+        "${",
+        "a=b",
+        "a,b",
+        "\\",
+        "*",
+        "@",
+        "1e999",
+    ]
+    for _ in range(150):
+        override = (
+            rng.choice(("", "", "", "+", "++", "~"))
+            + rng.choice(keys)
+            + rng.choice(("=", "=", "=", "", "=="))
+            + rng.choice(values)
+        )
+        try:
+            check(composed(override))
+        except cli.BAD_INPUT as error:
+            message = cli.line(error, "train")
+            assert message.strip(), override
+            assert "\n" not in message, override

@@ -1,0 +1,100 @@
+"""Promise 1: one batch size, one number of pieces."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.layout import Layout, Refusal, resolve, split
+
+counts = st.integers(1, 12)
+
+
+def make(**options: Any) -> Layout:
+    usual: dict[str, Any] = {"strategy": "ddp", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "batch_size": 64}
+    return resolve(**(usual | options))
+
+
+@given(world=counts, pieces=counts, strategy=st.sampled_from(["ddp", "dp"]))
+def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
+    pieces += world
+    layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
+    dealt = [pair for process in range(layout.processes) for turn in layout.turns(process) for pair in turn]
+    assert sorted(piece for _, piece in dealt) == list(range(pieces))
+    assert all(piece in layout.owned(device) for device, piece in dealt)
+    loads = [len(layout.owned(device)) for device in range(world)]
+    assert max(loads) - min(loads) <= 1
+    assert layout.accumulate == max(loads)
+
+
+@given(world=counts, pieces=counts)
+def test_dp_idles_first_and_never_last(world: int, pieces: int) -> None:
+    layout = make(strategy="dp", devices=world, pieces=world + pieces, batch_size=world + pieces)
+    turns = layout.turns(0)
+    assert len(turns[-1]) == world
+    assert [len(turn) for turn in turns] == sorted(len(turn) for turn in turns)
+
+
+def test_pieces_and_accumulation_follow_from_each_other() -> None:
+    assert make(devices=4, num_nodes=2, accumulate_grad_batches=2).pieces == 16
+    assert make(devices=3, pieces=8).accumulate == 3
+    assert [len(make(devices=3, pieces=8).owned(d)) for d in range(3)] == [3, 3, 2]
+    assert make(devices=4, pieces=8, accumulate_grad_batches=2).pieces == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": 3}, "batch_size=63 or 66 can; so can pieces=4"),
+        ({"devices": 4, "pieces": 2}, "give pieces=4 or more"),
+        ({"devices": 2, "pieces": 8, "accumulate_grad_batches": 2}, "means accumulate_grad_batches=4, not 2"),
+        ({"batch_size": 3, "pieces": 8}, "batch_size=8 can"),
+        ({"strategy": "dp", "devices": 3, "pieces": 3}, "batch_size=63 or 66 can"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        make(**options)
+
+
+@given(batch=st.integers(1, 300), pieces=st.integers(1, 40))
+def test_the_sizes_that_a_refusal_names_do_fit(batch: int, pieces: int) -> None:
+    try:
+        make(batch_size=batch, pieces=pieces)
+    except Refusal as refusal:
+        words = str(refusal).replace(",", " ").replace(";", " ").split()
+        named = [
+            int(word) for word in " ".join(words).split(": ", 1)[1].replace("batch_size=", "").split() if word.isdigit()
+        ]
+        assert named
+        for size in named:
+            assert make(batch_size=size, pieces=pieces).batch_size % pieces == 0
+
+
+def test_dp_cuts_a_batch_of_any_size_where_pieces_are_not_given() -> None:
+    assert make(strategy="dp", devices=3).pieces == 3
+
+
+@given(total=st.integers(1, 60), shares=st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
+def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[float]) -> None:
+    total += len(shares)
+    parts = split(total, len(shares), tuple(shares))
+    assert sum(parts) == total
+    assert min(parts) >= 1
+    order = sorted(range(len(shares)), key=lambda i: shares[i])
+    assert all(parts[a] <= parts[b] + 1 for a, b in itertools.pairwise(order))
+
+
+def test_shares_of_a_known_case() -> None:
+    assert split(10, 2, (0.8, 0.2)) == [8, 2]
+    assert split(8, 3) == [3, 3, 2]
+
+
+def test_the_step_in_one_line() -> None:
+    assert (
+        make(devices=4, batch_size=256, pieces=8).describe() == "step 256 samples = 8 pieces x 32 on 4 devices, 2 each"
+    )
+    assert make().describe() == "step 64 samples = 1 piece x 64 on 1 device"
+    assert make(devices=3, pieces=8).describe().endswith("on 3 devices, 3 + 3 + 2")

@@ -1,0 +1,206 @@
+"""The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
+
+It leans on private names of Lightning (lockstep/loop.py lists them); these tests fail when upstream changes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.gradients import ExactGradientSum, GradientSum
+from lockstep.layout import resolve
+from lockstep.loop import StepLoop
+from lockstep.nonfinite import NonFinite, Watch
+from lockstep.strategies import make_strategy
+
+SAMPLES, BATCH = 22, 8  # the last step has 6
+HOOKS = [
+    name
+    for name in dir(pl.Callback)
+    if name.startswith("on_") and not name.endswith(("_checkpoint", "_exception")) and "test" not in name
+]
+
+
+class Net(pl.LightningModule):
+    """As in Lightning's tutorial."""
+
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = [nn.BatchNorm1d(6)] if norm else []
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), *middle, nn.Dropout(dropout), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Recorder(pl.Callback):
+    """Writes down which hook was called, and when."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
+            return lambda trainer, *args, **kwargs: self.calls.append(f"{name} {trainer.global_step}")
+        return super().__getattribute__(name)
+
+
+def splits() -> Splits:
+    random = np.random.default_rng(1)
+    data = ArrayDataset(random.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8), random.integers(0, 3, SAMPLES))
+    return Splits(data, data, data, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
+
+
+class Whole(DataModule):
+    """Gives Lightning's own loop what ours gives to `training_step`: the step's only piece."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.finish(batch.turns[0]) if isinstance(batch, Share) else super().on_after_batch_transfer(batch, 0)
+
+
+def fit(
+    folder: Path,
+    module: pl.LightningModule,
+    ours: bool,
+    pieces: int = 1,
+    exact: bool = False,
+    policy: str = "stop",
+    **options: Any,
+) -> Any:
+    layout = resolve(
+        strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
+    )
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=make_strategy(layout, {}),
+        devices=1,
+        logger=False,
+        callbacks=[recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        **({"max_epochs": 2} | options),
+    )
+    if ours:
+        gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
+        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, Watch(policy, 1), seed=3)
+    trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
+    return trainer, recorder.calls
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for value in module.state_dict().values()])
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"val_check_interval": 2}, {"max_steps": 4}])
+def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, theirs = Net(norm=True), Net(norm=True)
+    trainer, calls = fit(tmp_path, ours, ours=True, **options)
+    plain, expected = fit(tmp_path, theirs, ours=False, **options)
+    assert calls == expected
+    assert "on_before_optimizer_step 0" in calls
+    assert torch.equal(weights(ours), weights(theirs))
+    assert trainer.global_step == plain.global_step
+    assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
+    for name, value in plain.callback_metrics.items():
+        assert torch.equal(trainer.callback_metrics[name], value), name
+
+
+def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
+    _, one = fit(tmp_path, Net(), ours=True)
+    _, four = fit(tmp_path, Net(), ours=True, pieces=4)
+    backward = [call for call in four if "backward" in call]
+    assert len(backward) == 4 * len([call for call in one if "backward" in call])
+    # a validation set is cut into at least as many chunks as a step has pieces
+    rest = [
+        [call for call in calls if "backward" not in call and "validation_batch" not in call] for calls in (one, four)
+    ]
+    assert rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_pieces_make_the_same_step(tmp_path: Path, exact: bool) -> None:
+    one, four, other = Net().double(), Net().double(), Net().double()
+    first, _ = fit(tmp_path, one, ours=True)
+    second, _ = fit(tmp_path, four, ours=True, pieces=4, exact=exact)
+    fit(tmp_path, other, ours=True, pieces=4, max_epochs=1)
+    assert float((weights(one) - weights(four)).norm() / weights(one).norm()) < (1e-11 if exact else 1e-14)
+    assert float((weights(one) - weights(other)).norm() / weights(one).norm()) > 1e-4  # the control
+    name = "train/loss_epoch"  # weighted by each piece's samples, also where the last step's pieces are uneven
+    assert float(first.callback_metrics[name]) == pytest.approx(float(second.callback_metrics[name]), rel=1e-6)
+
+
+def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
+    module = Net(norm=True)
+    fit(tmp_path, module, ours=True, pieces=2, max_steps=1)
+    fresh = Net(norm=True)
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=2)
+    data = DataModule(splits(), layout, seed=3, num_workers=0)
+    share: Share = data.train_dataloader().dataset.__getitems__((0, 0))  # type: ignore[attr-defined]
+    means = [fresh.net[1](data.finish(turn)[0].flatten(1)).mean(0) for turn in share.turns]
+    expected = 0.1 * torch.stack(means).mean(0)
+    norm: Any = module.net[2]
+    assert torch.allclose(norm.running_mean, expected, atol=1e-6)
+    assert int(norm.num_batches_tracked) == 1
+
+
+def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:
+    first, again, other = Net(dropout=0.5), Net(dropout=0.5), Net(dropout=0.5)
+    fit(tmp_path, first, ours=True, pieces=4)
+    torch.rand(100)  # whatever happened to the global generator
+    fit(tmp_path, again, ours=True, pieces=4)
+    fit(tmp_path, other, ours=True, pieces=2)
+    assert torch.equal(weights(first), weights(again))
+    assert not torch.allclose(weights(first), weights(other))
+
+
+class Broken(Net):
+    """Its loss is not finite for one sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if self.trainer.global_step == 1 else loss
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite .* loss of the samples \d+, "):
+        fit(tmp_path, Broken(), ours=True, pieces=2)
+
+
+def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:
+    module = Broken()
+    fit(tmp_path, module, ours=True, max_steps=1)
+    before = weights(module)
+    module = Broken()
+    trainer, _ = fit(tmp_path, module, ours=True, max_steps=2, policy="skip")
+    assert trainer.global_step == 2
+    assert torch.equal(weights(module), before)

@@ -1,0 +1,320 @@
+"""Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
+
+scripts/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Program, Run, summary_of, wait_for, workers_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+# Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
+JOB = (
+    "data=synthetic",
+    "data.samples=415",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "data.augment={crop: 1, flip: true, fill: zero}",
+    "model.dropout=0.25",
+    "batch_size=32",
+    "checkpoint_every=5",
+    "threads=1",
+)
+DDP = ("strategy=ddp", "devices=2")
+ENDLESS = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+
+
+def last(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    return found
+
+
+def saves(outputs: Path, process: subprocess.Popen[str], times: int = 1) -> Path:
+    """The run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
+
+    def newest() -> tuple[int, Path] | None:
+        found = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
+        return max(found, default=None)
+
+    seen = {newest()}
+    for _ in range(times):
+        seen.add(wait_for(lambda: {newest()} - seen, process).pop())
+    found = newest()
+    assert found is not None
+    return found[1].parent.parent
+
+
+def started(program: Program, *overrides: str) -> subprocess.Popen[str]:
+    """A program on two workers, as soon as both are there."""
+    process = program.start(*overrides)
+    wait_for(lambda: len(workers_of(process)) == 2, process)
+    return process
+
+
+def killed(program: Program, process: subprocess.Popen[str], whom: str = "all") -> None:
+    """Kills a running program's parent, one of its workers, or all of them, and waits for what then ends by itself."""
+    workers = workers_of(process)
+    victims = {"all": [*workers, process.pid], "parent": [process.pid], "rank 0": workers[:1], "rank 1": workers[1:2]}
+    for pid in victims[whom]:
+        os.kill(pid, signal.SIGKILL)
+    assert program.finish(process, timeout=60).returncode == (1 if "rank" in whom else -signal.SIGKILL)
+
+
+def same_end(run: Run, undisturbed: Run) -> None:
+    found, expected = run.summary, undisturbed.summary
+    for key in ("status", "weights_sha256", "steps", "samples_seen"):
+        assert found[key] == expected[key], key
+    assert found["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run: (step, value) of every curve that does not tell the time."""
+    found = {}
+    for place in (folder / "tensorboard", folder / "tensorboard" / "by_samples"):
+        events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
+        for tag in events.Tags()["scalars"]:
+            found[f"{place.name}: {tag}"] = [(event.step, event.value) for event in events.Scalars(tag)]
+    return found
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_killed_ten_times_in_a_row(run_train: Program, tmp_path: Path) -> None:
+    options = (*JOB, *DDP, "accumulate_grad_batches=2", "num_workers=2", "max_epochs=16", "log_every=1")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
+    rng = random.Random(10)
+    process = run_train.start(*options)
+    folder = saves(run_train.outputs, process)
+    for _ in range(10):
+        killed(run_train, process, rng.choice(("all", "parent", "rank 0", "rank 1")))
+        process = started(run_train, f"resume={folder}")
+        if kills := rng.choice((0, 1, 2)):
+            saves(run_train.outputs, process, kills)
+        time.sleep(rng.uniform(0, 0.1 if kills else 2))
+        assert process.poll() is None, "killed too late: there was nothing left to do"
+    killed(run_train, process)
+    run = run_train(f"resume={folder}")
+    same_end(run, undisturbed)
+    for curve, found in points(run.folder).items():
+        assert len(dict(found)) == len(found), f"{curve}: a step twice"
+
+
+def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
+    options = (*JOB, "max_epochs=4", "log_every=1", "checkpoint_every=7")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
+    process = run_train.start(*options)
+    folder = saves(run_train.outputs, process, 3)
+    time.sleep(0.05)
+    killed(run_train, process, "all")
+    before = (folder / "train.log").read_text()
+    step = last(folder)["global_step"]
+    assert 0 < step < undisturbed.summary["steps"]
+
+    run = run_train(f"resume={folder}")
+    assert f"resumes after step {step}\n" in run.stdout + run.stderr
+    assert run.folder == folder, "in its own folder"
+    same_end(run, undisturbed)
+    assert (folder / "train.log").read_text().startswith(before), "the log goes on"
+    timeless = {curve for curve in points(undisturbed.folder) if re.search("train/|val/|test/|optim", curve)}
+    assert timeless
+    for curve in timeless:
+        found, expected = points(folder)[curve], points(undisturbed.folder)[curve]
+        assert [at for at, _ in found] == [at for at, _ in expected], f"{curve}: each step once"
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
+
+
+CUT = """
+import os, signal, sys
+sys.path.insert(0, "src")
+from lockstep import cli
+from lockstep.callbacks import Checkpoint
+from train import train
+
+def cut(self, trainer, module):
+    if trainer.global_step == int(os.environ["CUT"]):
+        os.killpg(0, signal.SIGKILL)
+
+setattr(Checkpoint, os.environ["HOOK"], cut)
+cli.command(train, "train")
+"""
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_validation_start", 12), ("on_train_end", 24)])
+def test_cut_between_a_step_and_what_follows_it(tmp_path: Path, hook: str, step: int) -> None:
+    """The epoch's end is not left out, and where nothing is left to train its metrics are still told."""
+    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
+    undisturbed, program = Program(tmp_path / "undisturbed")(*options), Program(tmp_path / "cut")
+    command = [sys.executable, "-c", CUT, *options, f"outputs={program.outputs}"]
+    environment = os.environ | {"CUT": str(step), "HOOK": hook}
+    done = subprocess.run(command, cwd=ROOT, env=environment, start_new_session=True, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (folder,) = program.outputs.glob("*/*")
+    same_end(program(f"resume={folder}"), undisturbed)
+    best = (torch.load(run / "checkpoints/best.ckpt", weights_only=True) for run in (folder, undisturbed.folder))
+    assert len({found["global_step"] for found in best}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["exact=true", "precision=64-true"])
+def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, arithmetic: str) -> None:
+    # AdamW divides by the gradient's size, and so makes much of rounding where that is small
+    optimizer = ("optimizer=adamw", "lr=0.003") if arithmetic == "exact=true" else ("optimizer=sgd",)
+    options = (*JOB, "pieces=4", "max_epochs=12", *optimizer, arithmetic)
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=1")
+    process = run_train.start(*options, "strategy=ddp", "devices=4")
+    folder = saves(run_train.outputs, process)
+    for layout in (("devices=1", "strategy=auto"), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")):
+        killed(run_train, process)
+        process = run_train.start(f"resume={folder}", *layout)
+        saves(run_train.outputs, process)
+    killed(run_train, process)
+    run = run_train(f"resume={folder}", "strategy=ddp", "devices=2")
+    if arithmetic == "exact=true":
+        same_end(run, undisturbed)
+    else:
+        weights, expected = last(folder)["state_dict"], last(undisturbed.folder)["state_dict"]
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+
+
+# --- asked to save, or to end -----------------------------------------------------------------------------------------
+
+
+def test_save_and_go_on_then_save_and_end(run_train: Program) -> None:
+    process = run_train.start(*ENDLESS, *DDP, "checkpoint_every=100000")
+    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process) or ()))
+    wait_for(lambda: "step 32 samples" in log.read_text(), process)
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: "SIGUSR1: saved last.ckpt" in log.read_text(), process)
+    first = last(log.parent)["global_step"]
+    os.kill(workers_of(process)[1], signal.SIGTERM)  # a worker that is not the one that saves
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 143, str(run)
+    assert last(log.parent)["global_step"] > first
+    assert "Traceback" not in run.stderr
+    assert summary_of(log.parent)["status"] == "interrupted"
+
+
+def test_terminated_with_the_whole_group(run_train: Program) -> None:
+    """As SLURM and Kubernetes do it. Loader processes hear it too; without them there would be no next step."""
+    process = run_train.start(*ENDLESS, *DDP, "num_workers=2")
+    folder = saves(run_train.outputs, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 143, str(run)
+    assert last(folder)["global_step"] == run.summary["steps"]
+
+
+def test_terminated_before_the_first_step(run_train: Program) -> None:
+    process = started(run_train, *ENDLESS, *DDP)
+    os.killpg(process.pid, signal.SIGTERM)
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 143, str(run)
+
+
+def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
+    process = run_train.start(*ENDLESS, *DDP)
+    saves(run_train.outputs, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    start = time.monotonic()
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 130, str(run)
+    assert time.monotonic() - start < 5
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+# --- files that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 20_000], ids=["not a byte", "no checkpoint"])
+def test_disk_full(run_train: Program, limit: int) -> None:
+    process = run_train.start(*ENDLESS, *DDP)
+    folder = saves(run_train.outputs, process)
+    for pid in workers_of(process):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 1, str(run)
+    assert re.search(r"rank 0.*can't write \(File too large\).*last\.ckpt", run.stderr), str(run)
+    assert "Traceback" not in run.stderr
+    assert last(folder)["global_step"] > 0, "the checkpoint before is whole"
+    assert not list(folder.rglob(".*.tmp"))
+
+
+class Payload:
+    """What a hostile checkpoint holds: loading it by pickle makes a folder."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Program(tmp_path_factory.mktemp("finished") / "outputs")(*JOB, "max_epochs=1")
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
+    folder = run_train(*JOB, "max_epochs=1").folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # the first by the parent, the others by a worker: other weights, another optimizer
+    for refused in ("pieces=3", "data.image_size=16", "optimizer=adamw"):
+        run = run_train(f"resume={folder}", refused, ok=False)
+        assert run.returncode == 2, str(run)
+        assert "Traceback" not in run.stderr
+        log = {folder / "train.log", folder / "provenance.json"}
+        assert {path: path.read_bytes() for path in before if path not in log} == {
+            path: content for path, content in before.items() if path not in log
+        }
+    run = run_train(f"resume={folder}", "max_epochs=2")
+    assert run_train(f"resume={folder}").summary["epochs"] == 2, "what was given once stays"
+
+
+@pytest.mark.parametrize("kind", ["hostile", "truncated", "flipped", "foreign"])
+def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path, kind: str) -> None:
+    content = (finished.folder / "checkpoints" / "last.ckpt").read_bytes()
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / ".hydra").mkdir()
+    overrides = finished.folder / ".hydra" / "overrides.yaml"
+    (folder / ".hydra" / "overrides.yaml").write_bytes(overrides.read_bytes())
+    path, witness = folder / "checkpoints" / "last.ckpt", tmp_path / "it-ran"
+    if kind == "hostile":
+        torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
+    elif kind == "foreign":
+        torch.save({"weights": torch.zeros(3)}, path)
+    else:
+        middle = len(content) // 2
+        path.write_bytes(
+            content[:middle] if kind == "truncated" else content[:middle] + b"\xff" + content[middle + 1 :]
+        )
+    environment = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    for program, option in (("train", f"resume={folder}"), ("evaluate", f"checkpoint={path}")):
+        command = [sys.executable, f"src/{program}.py", option, f"outputs={tmp_path / 'outputs'}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"error: {path}: "), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not witness.exists()
+    assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"

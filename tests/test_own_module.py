@@ -1,0 +1,142 @@
+"""A user's own LightningModule, written as in Lightning's tutorial, gets promises 1, 2, 3 and 5 on every layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, Program, summary_of
+
+from lockstep.data import Splits, open_data
+from lockstep.plan import Plan
+
+MODULE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+
+class LitDigits(pl.LightningModule):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("val/acc", self.accuracy)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("test/acc", self.accuracy)
+        self.log("test/loss", F.cross_entropy(logits, y), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+"""
+DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
+TASK = (
+    "model=mine",
+    "data=synthetic",
+    *(f"data.{name}={value}" for name, value in DATA.items()),
+    "accelerator=cpu",
+    "batch_size=24",  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
+    "pieces=6",
+    "max_epochs=2",
+    "precision=64-true",
+    "logger=none",
+    "callbacks.console=null",
+    "callbacks.dashboard=null",
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template as a user has it: with a package of their own beside lockstep, and a file that names it."""
+    folder = tmp_path_factory.mktemp("project")
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    (folder / "src" / "mine").mkdir()
+    (folder / "src" / "mine" / "__init__.py").write_text(MODULE)
+    (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
+    return folder
+
+
+def weights(folder: Path) -> torch.Tensor:
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return torch.cat([state[name].flatten() for name in sorted(state)])
+
+
+def by_hand(splits: Splits, seed: int = 0) -> torch.Tensor:
+    """What the run must compute, as a loop over whole steps in plain torch: no pieces, no Lightning, no lockstep."""
+    torch.manual_seed(seed)
+    first, last = torch.nn.Linear(12 * 12, 16), torch.nn.Linear(16, 3)
+    net = torch.nn.Sequential(torch.nn.Flatten(), first, torch.nn.ReLU(), last).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    plan = Plan(len(splits.train), 24, 1, seed)
+    samples = [splits.train[index] for index in range(len(splits.train))]
+    images = torch.stack([image for image, _ in samples]).double()
+    x = (images / 255 - splits.spec.mean[0]) / splits.spec.std[0]
+    y = torch.stack([label for _, label in samples])
+    for epoch in range(2):
+        for index in range(plan.steps_per_epoch):
+            ids = torch.from_numpy(plan.step(epoch, index))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[ids]), y[ids]).backward()
+            optimizer.step()
+    named = {f"net.{name}": value for name, value in net.state_dict().items()}
+    return torch.cat([named[name].flatten() for name in sorted(named)])
+
+
+def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: Path) -> None:
+    train = Program(tmp_path / "outputs", str(project / "src" / "train.py"))
+    run = train(*TASK, "lr=0.1", "strategy=ddp,dp", "devices=1,2,4", "-m", cwd=project)
+    splits = open_data({"_target_": "lockstep.data.synthetic", **DATA}, "data")
+    expected = by_hand(splits)
+    found = [summary_of(folder) for folder in run.jobs]
+    for folder in run.jobs:
+        distance = float((weights(folder) - expected).norm() / expected.norm())
+        assert distance < 1e-10, (summary_of(folder)["layout"], distance)
+    assert len(found) == 6
+    assert len({summary["metrics"]["test/acc"] for summary in found}) == 1
+    losses = [summary["metrics"]["test/loss"] for summary in found]
+    assert max(losses) - min(losses) < 1e-10 * losses[0]
+
+
+def test_its_bits_are_the_same_under_exact(project: Path, tmp_path: Path) -> None:
+    train = Program(tmp_path / "outputs", str(project / "src" / "train.py"))
+    task = (*TASK, "precision=32-true", "exact=true")
+    run = train(*task, "strategy=ddp,dp", "devices=1,4", "-m", cwd=project)
+    assert len({summary_of(folder)["weights_sha256"] for folder in run.jobs}) == 1
+
+
+def test_dp_refuses_a_module_that_goes_past_forward(project: Path, tmp_path: Path) -> None:
+    """It would train on one device and say nothing."""
+    package = project / "src" / "past"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        MODULE.replace("F.cross_entropy(self(x), y)", "F.cross_entropy(self.net(x), y)")
+    )
+    (project / "conf" / "model" / "past.yaml").write_text("name: past\n_target_: past.LitDigits\n")
+    train = Program(tmp_path / "outputs", str(project / "src" / "train.py"))
+    run = train(*TASK, "model=past", "strategy=dp", "devices=2", cwd=project, ok=False)
+    assert run.returncode == 1
+    assert "training_step must call self(x)" in run.stderr

@@ -1,0 +1,94 @@
+"""The repository itself: installs from hashed pins, names no machine, and says only what is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = re.compile(
+    r"pypi\.(?:org|python)|pythonhosted\.|download\.pytorch\.org|(?:ana)?conda\.(?:org|com)|index-url[= ]\S*//"
+)
+MACHINE = re.compile(r"(?<![\w.$}-])/(?:work|root|home|Users|opt|tmp/[a-z]+)/\w|(?<![\w-])shared[/]\w")
+PIN = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>\S+)")
+
+
+def tracked() -> list[Path]:
+    """What a clone would hold, files not yet committed included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def texts() -> dict[Path, str]:
+    return {path.relative_to(ROOT): path.read_text(errors="replace") for path in tracked()}
+
+
+def pins() -> dict[str, set[str]]:
+    """Versions in requirements.lock by name: more than one where they differ between Pythons."""
+    found: dict[str, set[str]] = {}
+    for line in (ROOT / "requirements.lock").read_text().splitlines():
+        if match := PIN.match(line):
+            found.setdefault(match["name"], set()).add(match["version"])
+    return found
+
+
+@pytest.mark.parametrize("pattern", [HOST, MACHINE], ids=["registry hosts", "machine paths"])
+def test_no_file_names(pattern: re.Pattern[str]) -> None:
+    hits = [f"{path}: {match[0]}" for path, text in texts().items() for match in pattern.finditer(text)]
+    assert not hits
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (HOST, "--index-url " + "https://mirror"),
+        (HOST, "files.python" + "hosted.org"),
+        (MACHINE, "cd /ro" + "ot/x"),
+        (MACHINE, "see sha" + "red/x"),
+    ],
+)
+def test_the_patterns_can_fail(pattern: re.Pattern[str], text: str) -> None:
+    assert pattern.search(text)
+
+
+def test_no_second_lock_and_nothing_large() -> None:
+    assert not {"uv.lock", "poetry.lock", "Pipfile.lock"} & {path.name for path in tracked()}
+    assert not [path for path in tracked() if path.stat().st_size > 1_000_000]
+
+
+def test_every_line_of_the_lock_is_pinned_and_hashed() -> None:
+    joined = (ROOT / "requirements.lock").read_text().replace("\\\n", " ").splitlines()
+    lines = [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
+    assert lines
+    assert [line for line in lines if not PIN.match(line) or "--hash=sha256:" not in line] == []
+
+
+def test_the_lock_serves_what_pyproject_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = pins()
+    for asked in map(Requirement, project["dependencies"] + project["optional-dependencies"]["dev"]):
+        versions = locked.get(asked.name, set())
+        assert versions, f"{asked.name} is not in requirements.lock: make lock"
+        assert all(version in asked.specifier for version in versions), f"{asked} but locked {versions}: make lock"
+
+
+def test_ci_runs_the_documented_commands() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert {"make lint", "make test"} <= set(script.read_text().splitlines())
+
+
+def test_readme_names_only_what_exists() -> None:
+    readme = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = "\n".join(re.findall(r"`+([^`]+)`+", readme))
+    assert set(re.findall(r"\bmake ([a-z]+)", commands)) <= targets
+    programs = re.findall(r"(?:python|torchrun|bash)\b[^\n]*?\s((?:src|scripts)/[\w/.-]+)", commands)
+    assert [name for name in programs if not (ROOT / name).is_file()] == []

@@ -1,0 +1,286 @@
+"""Whole runs as real processes: what they leave behind, on any layout, also when something dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Program, Run, summary_of, wait_for, workers_of
+
+# 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
+SHORT = (*TINY, "max_epochs=1", "logger=none", "threads=1")
+ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
+LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+
+
+def checkpoint(folder: Path, name: str = "last") -> dict[str, Any]:
+    """A checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
+    found: dict[str, Any] = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    return found
+
+
+def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]:
+    """What every completed run leaves behind; returns its summary."""
+    summary = summary_of(folder)
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    assert (folder / "train.log").read_text()
+    assert (summary["status"], summary["error"], summary["steps"]) == ("completed", None, steps)
+    assert set(summary) >= {"name", "model", "data", "seed", "epochs", "samples_seen", "restarts", "versions", "git"}
+    assert set(summary["layout"]) >= LAYOUT
+    metrics = summary["metrics"]
+    assert set(metrics) >= {"val/acc", "val/loss", "test/acc", "test/loss", "test/correct", "test/count"}
+    assert metrics["test/count"] == test_count
+    assert metrics["test/acc"] == metrics["test/correct"] / test_count
+    assert all(summary["throughput"][name] > 0 for name in ("samples_per_second", "seconds_to_first_step", "seconds"))
+    assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
+    for name in ("best", "last"):
+        assert summary[f"{name}_checkpoint"] == f"checkpoints/{name}.ckpt"
+        found = checkpoint(folder, name)
+        assert found["lockstep"]["config"]["batch_size"] == summary["layout"]["batch_size"]
+        assert all(key.startswith("net.") for key in found["state_dict"]), "the plain module's keys"
+    return summary
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run on two workers, looked at from several sides."""
+    program = Program(tmp_path_factory.mktemp("ddp") / "outputs")
+    return program(*TINY, "strategy=ddp", "devices=2", "max_epochs=2", "seed=3", "data.samples=205")
+
+
+def test_a_run_is_one_folder(ddp: Run) -> None:
+    name, stamp = ddp.folder.relative_to(ddp.outputs).parts
+    assert name == "mnist_cnn_synthetic"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_[\d-]+", stamp)
+    summary = assert_contract(ddp.folder, steps=12, test_count=41)  # 205 less a tenth: 185 samples, 6 steps an epoch
+    assert (summary["epochs"], summary["samples_seen"], summary["seed"]) == (2, 2 * 185, 3)
+    layout = summary["layout"]
+    assert (layout["strategy"], layout["devices"], layout["pieces"], layout["piece_size"]) == ("ddp", 2, 2, 16)
+    assert list((ddp.folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (ddp.folder / "rank_1.log").is_file()
+    assert not (ddp.folder / "rank_0.log").exists()
+
+
+def test_rank_zero_speaks_alone(ddp: Run) -> None:
+    said = ddp.stdout + ddp.stderr
+    start = "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr "
+    assert start in said
+    assert str(ddp.folder) in said
+    for once in ("step 32 samples", "epoch 1/2", "epoch 2/2", "41"):
+        assert said.count(once) == 1, said
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    for line in said.splitlines():
+        assert line in (ddp.folder / "train.log").read_text()
+
+
+def test_sweep_of_layouts(run_train: Program) -> None:
+    before = dict(os.environ)
+    run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
+    layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]
+    assert [job.name for job in run.jobs] == ["0", "1", "2", "3"]
+    assert [layout["strategy"] for layout in layouts] == ["dp", "dp", "ddp", "ddp"]
+    assert [layout["devices"] for layout in layouts] == [1, 2, 1, 2]
+    assert len(list(run.outputs.rglob("summary.json"))) == 4
+    assert (run.jobs[3] / "rank_1.log").is_file()
+    assert not (run.jobs[1] / "rank_1.log").exists()
+    assert dict(os.environ) == before
+
+
+def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
+    # job 0 has an impossible batch size; 1 completes; 2 is as 0; 3 meets a gradient that is not finite
+    run = run_train("lr=0.01,1e30", *SHORT, "batch_size=33,32", "scheduler=constant", "pieces=2", "-m", ok=False)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    summaries = [summary_of(job) for job in run.jobs]
+    assert [summary["status"] for summary in summaries] == ["failed", "completed", "failed", "failed"]
+    assert "batch_size=33 can't be cut into 2 equal pieces" in summaries[0]["error"]
+    assert summaries[2]["error"] == summaries[0]["error"]
+    assert "not finite" in summaries[3]["error"]
+    assert "error: 3 jobs of the sweep failed" in run.stderr
+
+
+@pytest.mark.parametrize("short", [5, 1], ids=["5 samples for 8 pieces", "1 sample for 8 pieces"])
+def test_pieces_that_devices_do_not_divide_and_tails_shorter_than_them(run_train: Program, short: int) -> None:
+    """8 pieces on 3 devices are 3, 3 and 2; the tail leaves pieces, turns and whole processes without a sample."""
+    run = run_train(
+        *SHORT, f"data.samples={96 + short}", "data.val_fraction=0", "max_epochs=2", "batch_size=48", "pieces=8",
+        "precision=64-true", "strategy=ddp,dp", "devices=1,3", "-m",
+    )  # fmt: skip
+    states = [checkpoint(job)["state_dict"] for job in run.jobs]
+    assert [summary_of(job)["layout"]["accumulate_grad_batches"] for job in run.jobs] == [8, 3, 8, 3]
+    for job, state in zip(run.jobs, states, strict=True):
+        assert summary_of(job)["steps"] == 6
+        assert summary_of(job)["samples_seen"] == 2 * (96 + short)
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=1e-9, atol=1e-12)
+
+
+# Workers that exist already, and several machines
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, "strategy=ddp", "devices=2")
+    summary = assert_contract(run.folder, steps=6, test_count=40)
+    assert summary["layout"]["devices"] == 2
+    assert (run.folder / "rank_1.log").is_file()
+    assert run.stderr.count("step 32 samples") == 1
+
+
+@pytest.mark.parametrize("devices", ["1", "4"])
+def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path, devices: str) -> None:
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, f"devices={devices}", ok=False)
+    assert run.returncode != 0
+    assert re.search(
+        f"^error: 2 workers exist, .*needs {devices}: .*devices x num_nodes = 2$", run.stderr, re.MULTILINE
+    )
+    assert run.folders == []
+
+
+def test_two_machines_share_one_folder(run_train: Program) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = (*SHORT, "strategy=ddp", "num_nodes=2", f"rdzv_endpoint=127.0.0.1:{port}")
+    processes = [run_train.start(*options) for _ in range(2)]
+    runs = [run_train.finish(process) for process in processes]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    assert "on 2 devices, 1 each of 2 nodes" in runs[0].stderr + runs[1].stderr
+    summary = assert_contract(runs[0].folder, steps=6, test_count=40)
+    assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (1, 2)
+    assert (runs[0].folder / "rank_1.log").is_file()
+
+
+# Evaluation
+
+
+def test_evaluation_is_the_same_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
+    """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many."""
+    run = run_evaluate(f"checkpoint={ddp.folder}", "devices=1,2,3,5", "++data.samples=205,7", "batch_size=30", "-m")
+    for first, count in ((0, 41), (1, 3)):
+        found = [summary_of(job) for job in run.jobs[first::2]]
+        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 3, 5]
+        assert {summary["status"] for summary in found} == {"completed"}
+        assert {summary["metrics"]["test/count"] for summary in found} == {count}
+        assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
+        losses = [summary["metrics"]["test/loss"] for summary in found]
+        assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    trained = ddp.summary["metrics"]
+    assert summary_of(run.jobs[0])["metrics"]["test/correct"] == trained["test/correct"]
+    assert summary_of(run.jobs[0])["metrics"]["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
+
+
+# Signals and deaths
+
+
+def started(program: Program, *overrides: str) -> Any:
+    """An endless run that has saved a checkpoint."""
+    process = program.start(*ENDLESS, "checkpoint_every=20", *overrides)
+    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "layout"),
+    [
+        (signal.SIGTERM, 143, "strategy=ddp devices=2"),
+        (signal.SIGINT, 130, "strategy=ddp devices=2"),
+        (signal.SIGTERM, 143, "devices=1"),
+    ],
+)
+def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, code: int, layout: str) -> None:
+    process = started(run_train, *layout.split())
+    process.send_signal(signum)
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == code, str(run)
+    assert "Traceback" not in run.stderr
+    summary = run.summary
+    assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
+    assert signum.name in summary["error"]
+    assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_whole_group(run_train: Program) -> None:
+    process = started(run_train, "strategy=ddp", "devices=2")
+    os.killpg(process.pid, signal.SIGINT)
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 130, str(run)
+    assert checkpoint(run.folder)["global_step"] == run.summary["steps"]
+
+
+def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
+    process = started(run_train, "strategy=ddp", "devices=2")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    assert run.stderr.endswith("error: rank 1 was killed by SIGKILL\n")
+    assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL")
+    assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
+    process = started(run_train, "strategy=ddp", "devices=2")
+    workers = workers_of(process)
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    for pid in workers:
+        state = Path(f"/proc/{pid}/stat")
+        for _ in range(100):
+            if not state.exists() or ") Z " in state.read_text():
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail(f"worker {pid} outlived its parent")
+
+
+def test_a_restarted_run_takes_the_same_steps(run_train: Program, tmp_path: Path) -> None:
+    often = ("max_epochs=60", "checkpoint_every=7")
+    options = (*TINY, *often, "strategy=ddp", "devices=2", "logger=none", "model.dropout=0.3")
+    undisturbed = Program(tmp_path / "undisturbed")(*options).summary
+    process = run_train.start(*options, "max_restarts=1")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    run = run_train.finish(process)
+    assert run.returncode == 0, str(run)
+    assert (run.summary["status"], run.summary["restarts"]) == ("completed", 1)
+    assert run.summary["steps"] == undisturbed["steps"]
+    assert run.summary["samples_seen"] == undisturbed["samples_seen"]
+    assert run.summary["weights_sha256"] == undisturbed["weights_sha256"]
+    assert run.summary["metrics"] == pytest.approx(undisturbed["metrics"])
+
+
+def test_a_process_without_a_sample_in_the_second_step(run_train: Any) -> None:
+    """DDP talks to all ranks once, in the forward pass after its first synchronised step; one of them has none here."""
+    run = run_train(
+        "data=synthetic",
+        "data.samples=200",
+        "data.image_size=12",
+        "data.val_fraction=0",
+        "batch_size=198",
+        "pieces=99",
+        "max_epochs=2",
+        "strategy=ddp",
+        "devices=1,3",
+        "exact=true",
+        "callbacks.checkpoint.monitor=null",
+        "logger=none",
+        "-m",
+    )
+    first, second = (summary_of(job) for job in run.jobs)
+    assert first["steps"] == second["steps"] == 4
+    assert first["weights_sha256"] == second["weights_sha256"]
