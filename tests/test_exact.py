@@ -119,12 +119,22 @@ def test_what_outgrows_the_head_room_or_shrinks_is_summed_all_the_same(factor: f
         assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
 
 
-def test_zeros_stay_zero_and_leave_the_grid_alone() -> None:
+def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
     step = addends(3, 1)
-    found = steps_of([[[zeros()]], [step], [[zeros()]], [step]], zeros())[0]
+    found = steps_of([[[zeros()]], [step], *[[[zeros()]]] * 30, [step]], zeros())[0]
     assert same(found[0], zeros())
     assert same(found[2], zeros())
-    assert same(found[1], found[3])
+    assert same(found[1], found[-1])
+
+
+def test_what_falls_below_its_grid_is_found_again() -> None:
+    first, small = addends(3, 1), [[value * 2.0**-60 for value in addend] for addend in addends(3, 2)]
+    found = steps_of([[first], [small], [small], [small]], zeros())[0]
+    assert same(found[1], zeros())  # what the docs admit
+    assert all(bool(value.any()) for value in found[2])
+    for index, total in enumerate(found[3]):
+        true = torch.stack([addend[index].double() for addend in small]).sum(0)
+        assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
 
 
 def test_a_process_without_addends_gets_the_sum() -> None:

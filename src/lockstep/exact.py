@@ -22,6 +22,7 @@ from torch import Tensor
 
 BITS = 51  # |x| < 2**51 * q keeps the constant's exponent
 HEAD = 6  # bits of growth between two sums
+LOWEST = -900  # exponent: far below float32's least, and its grid is still a normal float64
 CHUNK = 32_768  # elements: a float64 chunk stays in the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
@@ -93,12 +94,19 @@ class ExactSum:
         extra, broken = self._late_total(all_reduce) if int(self.units[-1]) else ({}, set())
         sums = [self._result(index, extra.get(index), divisor, index in broken) for index in range(len(self.like))]
         for index, bound in enumerate(_bounds([self._flat(total, index) for index, total in enumerate(sums)])):
-            if math.isfinite(bound) and bound > 0:  # zeros and what is not finite leave a grid as it is
-                found = math.frexp(bound * divisor)[1]
-                self.exponents[index] = found if self.floor is None else max(found, self.floor)
+            if math.isfinite(bound):  # what is not finite leaves a grid as it is
+                self.exponents[index] = self._next(self.exponents[index], bound * divisor)
         return sums
 
     # --- one tensor ---
+
+    def _next(self, old: int | None, bound: float) -> int | None:
+        """The exponent of the next sum. A sum of zero may be one that fell below its grid: the grid follows it down."""
+        if bound == 0:
+            found = None if old is None else max(old - (BITS - HEAD), LOWEST)
+        else:
+            found = math.frexp(bound)[1]
+        return found if found is None or self.floor is None else max(found, self.floor)
 
     def _room(self, index: int) -> float:
         """What an element must stay below to be rounded to its tensor's grid."""
