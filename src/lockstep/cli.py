@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import resume
+from lockstep import resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.launch import STARTED, Interrupted, agree
@@ -75,7 +75,10 @@ def command(job: Job, config_name: str) -> NoReturn:
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
-        sys.exit(getattr(interrupted, "code", 130))
+        code = getattr(interrupted, "code", 130)
+        if code == 143 and not sweeping and (told := slurm.requeue()):
+            print(told, file=sys.stderr)
+        sys.exit(code)
     except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep import slurm
 from lockstep.checks import ROOT
 from lockstep.config import Config
 from lockstep.summary import git_info, versions, write_summary
@@ -23,6 +24,7 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
         folder / "provenance.json",
         {
             "command": sys.argv,
+            "slurm_job": slurm.job(),
             "config": config.raw,
             "data_fingerprint": fingerprint,
             "git": git,

@@ -1,4 +1,7 @@
-"""`resume=`: a run goes on in its own folder, with its own config; what the command line says wins."""
+"""`resume=`: a run goes on in its own folder, with its own config; what the command line says wins.
+
+A SLURM job that was queued again resumes by itself.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import slurm
 from lockstep.atomic import replacing
 from lockstep.checks import ROOT
 from lockstep.layout import Refusal
+
+SWEEP = {"-m", "--multirun"}
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
@@ -26,6 +32,9 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         Refusal: there is nothing to resume.
     """
     wanted = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    if not wanted and slurm.restarted() and config_name == "train" and SWEEP.isdisjoint(arguments):
+        earlier = slurm.earlier_run(_runs(arguments, config_name), arguments)
+        wanted = [str(earlier)] if earlier else []
     if not wanted or wanted[-1] in ("null", "None", ""):
         return list(arguments)
     given = [argument for argument in arguments if not argument.startswith("resume=")]
@@ -78,15 +87,20 @@ def _find(wanted: str, given: list[str], config_name: str) -> Path:
 
 
 def _newest(given: list[str], config_name: str) -> Path:
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose(config_name, overrides=[argument for argument in given if not argument.startswith("-")])
-    runs = Path(config.outputs).absolute() / str(config.name)
+    runs = _runs(given, config_name)
     found = sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise Refusal(f"resume=last: no run in {runs} has a checkpoint")
     return found[-1].parent.parent
+
+
+def _runs(given: Sequence[str], config_name: str) -> Path:
+    """The folder of all runs of the name that a command line gives."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose(config_name, overrides=[argument for argument in given if not argument.startswith("-")])
+    return Path(config.outputs).absolute() / str(config.name)
 
 
 def must_fit(

@@ -1,0 +1,12 @@
+#!/bin/bash
+# One task per GPU; queued again when its time is up, and then goes on by itself:  sbatch scripts/slurm.sh model=resnet18
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node=4
+#SBATCH --ntasks-per-node=4
+#SBATCH --time=04:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=29500
+srun python src/train.py strategy=ddp devices="$SLURM_NTASKS_PER_NODE" num_nodes="$SLURM_NNODES" "$@"

@@ -1,0 +1,61 @@
+"""Under SLURM: a job that is told to end asks to be queued again, and goes on where it was when it is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+
+def job() -> str | None:
+    """The id of the batch job that this process is part of."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def restarted() -> bool:
+    """Whether SLURM has started this job before."""
+    return job() is not None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+
+
+def earlier_run(runs: Path, overrides: Sequence[str]) -> Path | None:
+    """The folder in `runs` of the newest run that this job has made with the same overrides and a checkpoint."""
+    found = []
+    for checkpoint in runs.glob("*/checkpoints/last.ckpt"):
+        folder = checkpoint.parent.parent
+        try:
+            made_by = json.loads((folder / "provenance.json").read_text()).get("slurm_job")
+            before = [str(override) for override in OmegaConf.load(folder / ".hydra" / "overrides.yaml")]
+        except (OSError, ValueError):
+            continue
+        if made_by == job() and sorted(before) == sorted(overrides):
+            found.append((checkpoint.stat().st_mtime, folder))
+    return max(found)[1] if found else None
+
+
+def requeue() -> str | None:
+    """Asks SLURM to queue this job again; what came of it in one line, None where there was nothing to ask.
+
+    Only a job that is still running is queued again: one that SLURM itself preempts is already, and one that somebody
+    cancelled shall end. Of several tasks the first one asks.
+    """
+    if job() is None or os.environ.get("SLURM_PROCID", "0") != "0":
+        return None
+    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job()}")
+    if not error and state != "RUNNING":
+        return None
+    if not error:
+        _, error = _ask("scontrol", "requeue", str(job()))
+    return f"SLURM job {job()} {f'could not be queued again: {error}' if error else 'is queued again'}"
+
+
+def _ask(*command: str) -> tuple[str, str]:
+    """What a SLURM command answered, and what was wrong with it."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return done.stdout.strip(), " ".join(done.stderr.split()) if done.returncode else ""
