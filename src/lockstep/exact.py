@@ -102,11 +102,10 @@ class ExactSum:
 
     def _next(self, old: int | None, bound: float) -> int | None:
         """The exponent of the next sum. A sum of zero may be one that fell below its grid: the grid follows it down."""
-        if bound == 0:
-            found = None if old is None else max(old - (BITS - HEAD), LOWEST)
-        else:
-            found = math.frexp(bound)[1]
-        return found if found is None or self.floor is None else max(found, self.floor)
+        least = LOWEST if self.floor is None else self.floor
+        if bound:
+            return max(math.frexp(bound)[1], least)
+        return old if old is None else max(old - (BITS - HEAD), least)
 
     def _room(self, index: int) -> float:
         """What an element must stay below to be rounded to its tensor's grid."""
