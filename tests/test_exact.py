@@ -137,6 +137,13 @@ def test_what_falls_below_its_grid_is_found_again() -> None:
         assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
 
 
+def test_a_zero_addend_does_not_coarsen_the_first_grid() -> None:
+    small = [[value * 2.0**-60 for value in addend] for addend in addends(3, 2)]
+    expected = steps_of([[small]], zeros())[0][0]
+    assert all(bool(value.any()) for value in expected)
+    assert same(steps_of([[[zeros(), *small]]], zeros())[0][0], expected)
+
+
 def test_a_process_without_addends_gets_the_sum() -> None:
     step = addends(3, 1)
     idle = steps_of([[step, []], [[], step]], zeros())

@@ -9,6 +9,7 @@ int64, are those of the constant plus the multiple. So a sum costs one float add
 
 The grid follows the previous sum's largest element: 45 bits below it are kept (float32 keeps 24), and 6 bits are left
 for growth. What grows more is seen before it is rounded, and summed on a second grid that all processes agree on.
+Neighbouring small tensors share a grid: a network has many, and each operation costs more than its arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 BITS = 51  # |x| < 2**51 * q keeps the constant's exponent
 HEAD = 6  # bits of growth between two sums
 LOWEST = -900  # exponent: far below float32's least, and its grid is still a normal float64
-CHUNK = 32_768  # elements: a float64 chunk stays in the second-level cache
+CHUNK = 16_384  # elements: a float64 chunk stays in the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
@@ -37,7 +38,7 @@ class ExactSum:
 
     Args:
         like: tensors that the addends have the shape, strides and device of.
-        floor: exponent below which the grid of a tensor does not shrink; None: it follows the sums all the way down.
+        floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
     """
 
     def __init__(self, like: Sequence[Tensor], floor: int | None = None) -> None:
@@ -45,60 +46,52 @@ class ExactSum:
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
         self.dense = [_dense(tensor) for tensor in self.like]
-        self.exponents: list[int | None] = [floor] * len(
-            self.like
-        )  # largest element < 2**exponent; None: not known yet
-        self.sizes = [tensor.numel() for tensor in self.like]
-        self.starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
+        self.groups = _group(self.like)
+        self.sizes = [sum(self.like[index].numel() for index in group) for group in self.groups]
+        self.starts = [sum(self.sizes[:at]) for at in range(len(self.sizes))]
+        self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
         # one all-reduce for all: the elements in units of their grid, and last, how many addends outgrew their grids
         self.units = torch.zeros(sum(self.sizes) + 1, dtype=torch.int64, device=self.device)
         self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
-        self.groups = _group(self.sizes)
         self.begin()
 
     def begin(self) -> None:
         """Starts a new sum."""
         self.units.zero_()
         self.late: list[tuple[int, Tensor]] = []
-        self.rounded = [0] * len(self.like)  # how often the constant of a tensor was added with an element
+        self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
-        self.constants = [self._constants(group) if len(group) > 1 else None for group in self.groups]
 
     def add(self, values: Sequence[Tensor]) -> None:
         """Adds one list of tensors."""
-        flat = [self._flat(value, index) for index, value in enumerate(values)]
-        late = {index for index, bound in enumerate(_bounds(flat)) if not bound < self._room(index)}  # also nan
-        self.late += [(index, flat[index].clone()) for index in late]
-        for group, constants in zip(self.groups, self.constants, strict=True):
-            if constants is not None and late.isdisjoint(group):
-                rounded = self.scratch[: len(constants)]
-                torch.cat([flat[index] for index in group], out=rounded)
-                start = self.starts[group[0]]
-                _add(self.units[start : start + len(constants)], rounded.add_(constants))
+        flats = [self._flat(group, values) for group in self.groups]
+        for at, (flat, bound) in enumerate(zip(flats, _bounds(flats), strict=True)):
+            if bound < self._room(at):  # nan is not
+                self._round(flat, self.units[self.starts[at] :], self._constant(at))
+                self.rounded[at] += 1
             else:
-                for index in set(group) - late:
-                    self._round(flat[index], self.units, self.starts[index], self._constant(index))
-            for index in set(group) - late:
-                self.rounded[index] += 1
+                self.late.append((at, flat.clone()))
 
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
 
         A tensor to which something that is not finite was added comes back as nan, on every process.
         """
-        for index, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            if self.rounded[index]:
-                self.units[start : start + size] -= _wrapped(self.rounded[index] * _bits(self._constant(index)))
+        for at, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            if self.rounded[at]:
+                self.units[start : start + size] -= _wrapped(self.rounded[at] * _bits(self._constant(at)))
         self.units[-1] = len(self.late)
         all_reduce(self.units, "sum")
         extra, broken = self._late_total(all_reduce) if int(self.units[-1]) else ({}, set())
-        sums = [self._result(index, extra.get(index), divisor, index in broken) for index in range(len(self.like))]
-        for index, bound in enumerate(_bounds([self._flat(total, index) for index, total in enumerate(sums)])):
-            if math.isfinite(bound):  # what is not finite leaves a grid as it is
-                self.exponents[index] = self._next(self.exponents[index], bound * divisor)
+        flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
+        for at, bound in enumerate(_bounds(flats)):
+            self.exponents[at] = self._next(self.exponents[at], bound * divisor)
+        sums = self._shaped(flats)
+        for index in broken:
+            sums[index].fill_(math.nan)
         return sums
 
-    # --- one tensor ---
+    # --- one group of tensors ---
 
     def _next(self, old: int | None, bound: float) -> int | None:
         """The exponent of the next sum. A sum of zero may be one that fell below its grid: the grid follows it down."""
@@ -107,109 +100,113 @@ class ExactSum:
             return max(math.frexp(bound)[1], least)
         return old if old is None else max(old - (BITS - HEAD), least)
 
-    def _room(self, index: int) -> float:
-        """What an element must stay below to be rounded to its tensor's grid."""
-        grid = self.grids[index]
+    def _room(self, at: int) -> float:
+        """What an element must stay below to be rounded to its grid."""
+        grid = self.grids[at]
         return 0.0 if grid is None else 2.0 ** (grid + BITS - 1)
 
-    def _constant(self, index: int) -> float:
-        grid = self.grids[index]
+    def _constant(self, at: int) -> float:
+        grid = self.grids[at]
         assert grid is not None
         return 1.5 * 2.0 ** (52 + grid)
 
-    def _constants(self, group: list[int]) -> Tensor:
-        parts = [
-            torch.full((self.sizes[i],), 0.0 if self.grids[i] is None else self._constant(i), dtype=torch.float64)
-            for i in group
-        ]
-        return torch.cat(parts).to(self.device)
+    def _flat(self, group: list[int], values: Sequence[Tensor]) -> Tensor:
+        """The group's elements in the order in which `like` stores them; a tensor by itself is not copied."""
+        parts = [self._stored(index, values[index]) for index in group]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _flat(self, value: Tensor, index: int) -> Tensor:
-        """The elements in the order in which `like` stores them, without a copy where strides agree."""
+    def _stored(self, index: int, value: Tensor) -> Tensor:
         like = self.like[index]
         if not self.dense[index]:
             return value.reshape(-1)
         if value.stride() != like.stride():
             value = torch.empty_like(like, dtype=value.dtype).copy_(value)
-        return value.as_strided((self.sizes[index],), (1,))
+        return value.as_strided((like.numel(),), (1,))
 
-    def _round(self, flat: Tensor, units: Tensor, start: int, constant: float) -> None:
-        """Adds the elements, rounded, and the constant's bits with each of them."""
-        for at in range(0, flat.numel(), CHUNK):
-            part = flat[at : at + CHUNK]
-            rounded = self.scratch[: part.numel()].copy_(part).add_(constant)
-            _add(units[start + at : start + at + part.numel()], rounded)
+    def _shaped(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Views of the groups' elements with the shapes and strides of `like`."""
+        found: list[Tensor] = []
+        for group, flat in zip(self.groups, flats, strict=True):
+            for index, part in zip(group, flat.split([self.like[index].numel() for index in group]), strict=True):
+                like = self.like[index]
+                dense = self.dense[index]
+                found.append(
+                    part.as_strided(like.shape, like.stride(), part.storage_offset())
+                    if dense
+                    else part.view(like.shape)
+                )
+        return found
 
-    def _result(self, index: int, extra: Tensor | None, divisor: float, broken: bool) -> Tensor:
-        like, start = self.like[index], self.starts[index]
-        result = torch.empty_like(like, requires_grad=False)
-        flat = (
-            self._flat(result, index)
-            if self.dense[index]
-            else torch.empty(self.sizes[index], dtype=like.dtype, device=self.device)
-        )
-        scale = 0.0 if self.grids[index] is None else 2.0 ** self.grids[index]  # type: ignore[operator]
-        for at in range(0, self.sizes[index], CHUNK):
-            part = flat[at : at + CHUNK]
-            exact = self.scratch[: part.numel()].copy_(self.units[start + at : start + at + part.numel()]).mul_(scale)
+    def _round(self, flat: Tensor, units: Tensor, constant: float) -> None:
+        """Adds the elements, rounded, and the constant's bits with each of them. On CPU by numpy: the same IEEE
+        additions, and half of the time."""
+        if self.device.type == "cpu":
+            values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
+            for start in range(0, len(values), CHUNK):
+                part = values[start : start + CHUNK]
+                rounded = np.add(part, constant, out=scratch[: len(part)], dtype=np.float64)
+                sums[start : start + len(part)] += rounded.view(np.int64)
+        else:
+            units[: len(flat)] += flat.double().add_(constant).view(torch.int64)
+
+    def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
+        start, size = self.starts[at], self.sizes[at]
+        grid = self.grids[at]
+        scale = 0.0 if grid is None else 2.0**grid
+        result = torch.empty(size, dtype=self.like[self.groups[at][0]].dtype, device=self.device)
+        for begin in range(0, size, CHUNK):
+            part = result[begin : begin + CHUNK]
+            exact = self.scratch[: len(part)].copy_(self.units[start + begin : start + begin + len(part)]).mul_(scale)
             if extra is not None:
-                exact += extra[at : at + CHUNK]
+                exact += extra[begin : begin + CHUNK]
             part.copy_(exact.div_(divisor))
-        if broken:
-            flat.fill_(math.nan)
-        return result if self.dense[index] else flat.view(like.shape)
+        return result
 
     # --- what outgrew its grid ---
 
     def _late_total(self, all_reduce: AllReduce) -> tuple[dict[int, Tensor], set[int]]:
-        """All processes agree on the largest exponents, then sum on that grid. Rare, but each run's first step."""
+        """All processes agree on the largest exponents, then sum on that grid. Rare, but each run's first step.
+
+        Returns the sums by group, and the tensors to which something that is not finite was added.
+        """
         none = -100_000
-        exponents = torch.full((len(self.like), 2), none, dtype=torch.int64, device=self.device)
-        finite = {at: math.isfinite(bound) for at, bound in enumerate(_bounds([value for _, value in self.late]))}
-        for at, (index, value) in enumerate(self.late):
-            if finite[at]:
-                exponents[index, 0] = max(int(exponents[index, 0]), exponent(value))
-            else:
-                exponents[index, 1] = 1
-        all_reduce(exponents, "max")
-        agreed = {index: int(e) for index, e in enumerate(exponents[:, 0].tolist()) if e != none}
-        units = {index: torch.zeros(self.sizes[index], dtype=torch.int64, device=self.device) for index in agreed}
-        constants = {index: 1.5 * 2.0 ** (52 + agreed[index] + 2 - BITS) for index in agreed}
-        for at, (index, value) in enumerate(self.late):
-            if finite[at]:
-                self._round(value, units[index], 0, constants[index])
-                units[index] -= _bits(constants[index])
+        exponents = torch.full((len(self.groups),), none, dtype=torch.int64)
+        broken = torch.zeros(len(self.like), dtype=torch.int64)
+        for at, value in self.late:
+            parts = value.split([self.like[index].numel() for index in self.groups[at]])
+            for index, part, bound in zip(self.groups[at], parts, bounds := _bounds(parts), strict=True):
+                if not math.isfinite(bound):
+                    broken[index] = 1
+                    part.zero_()
+            largest = max(bound for bound in [0.0, *bounds] if math.isfinite(bound))
+            if largest:
+                exponents[at] = max(int(exponents[at]), math.frexp(largest)[1])
+        told = torch.cat([exponents, broken]).to(self.device)
+        all_reduce(told, "max")
+        exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
+        agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
+        units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
+        for at, value in ((at, value) for at, value in self.late if at in agreed):
+            constant = 1.5 * 2.0 ** (52 + agreed[at])
+            self._round(value, units[at], constant)
+            units[at] -= _bits(constant)
         if units:
             flat = torch.cat(list(units.values()))
             all_reduce(flat, "sum")
-            units = dict(zip(units, flat.split([part.numel() for part in units.values()]), strict=True))
-        extra = {index: part.double().mul_(2.0 ** (agreed[index] + 2 - BITS)) for index, part in units.items()}
-        return extra, {index for index, bad in enumerate(exponents[:, 1].tolist()) if bad == 1}
+            units = dict(zip(units, flat.split([len(part) for part in units.values()]), strict=True))
+        extra = {at: part.double().mul_(2.0 ** agreed[at]) for at, part in units.items()}
+        return extra, {index for index, bad in enumerate(broken.tolist()) if bad}
 
 
-def exponent(value: Tensor) -> int:
-    """The least e with |x| < 2**e for every element."""
-    return math.frexp(_bounds([value])[0])[1]
-
-
-def _bounds(flat: Sequence[Tensor]) -> list[float]:
+def _bounds(flats: Sequence[Tensor]) -> list[float]:
     """The largest absolute value of each tensor, nan where it holds one."""
-    if not flat:
+    if not flats:
         return []
     ends = torch.stack(
-        [end for value in flat for end in (torch.aminmax(value) if value.numel() else (value.new_zeros(()),) * 2)]
+        [end for flat in flats for end in (torch.aminmax(flat) if flat.numel() else (flat.new_zeros(()),) * 2)]
     )
     low, high = ends.double().view(-1, 2).unbind(1)
     return torch.maximum(-low, high).tolist()
-
-
-def _add(units: Tensor, rounded: Tensor) -> None:
-    """`units += bits of rounded`; numpy's int64 addition is about three times as fast as torch's on CPU."""
-    bits = rounded.view(torch.int64)
-    if units.device.type == "cpu":
-        np.add(units.numpy(), bits.numpy(), out=units.numpy())
-    else:
-        units.add_(bits)
 
 
 def _bits(constant: float) -> int:
@@ -221,12 +218,13 @@ def _wrapped(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _group(sizes: Sequence[int]) -> list[list[int]]:
-    """Neighbouring small tensors are added in one operation, large ones by themselves."""
+def _group(like: Sequence[Tensor]) -> list[list[int]]:
+    """Neighbouring small tensors of one dtype together, large ones by themselves; it follows from their sizes alone."""
     groups: list[list[int]] = []
     room = 0
-    for index, size in enumerate(sizes):
-        if size <= room:
+    for index, tensor in enumerate(like):
+        size = tensor.numel()
+        if size <= room and tensor.dtype == like[index - 1].dtype:
             groups[-1].append(index)
             room -= size
         else:

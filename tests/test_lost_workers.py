@@ -1,0 +1,130 @@
+"""Promise 6 without a user: workers that die or hang come back, and those that don't are done without."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Program, Run, wait_for, workers_of
+
+JOB = (
+    "data=synthetic",
+    "data.samples=415",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "model.dropout=0.25",
+    "batch_size=32",
+    "max_epochs=24",
+    "checkpoint_every=3",
+    "logger=none",
+    "threads=1",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """On one device, exact: what every life below must end as."""
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*JOB, "exact=true", "pieces=6")
+
+
+def strike(program: Program, process: subprocess.Popen[str], rank: int, signum: int, workers: int) -> None:
+    """Signals a worker, once there are so many and the run has saved since they began."""
+    pids = wait_for(lambda: found if len(found := workers_of(process)) == workers else [], process)
+    began = time.time()
+    wait_for(lambda: any(p.stat().st_mtime > began for p in program.outputs.rglob("last.ckpt")), process)
+    os.kill(pids[rank], signum)
+    if signum == signal.SIGKILL:
+        wait_for(lambda: not set(pids) & set(workers_of(process)), process)
+
+
+def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program, undisturbed: Run) -> None:
+    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=2")
+    process = run_train.start(*JOB, *exact, "max_restarts=1", "hang_timeout=4")
+    strike(run_train, process, 1, signal.SIGSTOP, workers=2)
+    run = run_train.finish(process)
+    assert run.returncode == 0, str(run)
+    assert "rank 1 was silent for 4 s in step" in run.stderr
+    assert run.summary["restarts"] == 1
+    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+
+
+def test_without_a_restart_left_it_ends(run_train: Program) -> None:
+    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=4", "max_epochs=100000")
+    strike(run_train, process, 0, signal.SIGSTOP, workers=2)
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 1, str(run)
+    assert "rank 0 was silent for 4 s" in run.summary["error"]
+    assert "Traceback" not in run.stderr
+
+
+def test_fewer_workers_go_on_and_lost_ones_are_taken_back(run_train: Program, undisturbed: Run) -> None:
+    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=3", "elastic=true", "elastic_retry=4")
+    process = run_train.start(*JOB, *exact, "max_epochs=24")
+    strike(run_train, process, 2, signal.SIGKILL, workers=3)
+    wait_for(lambda: len(workers_of(process)) == 2, process)
+    wait_for(lambda: len(workers_of(process)) == 3, process)
+    run = run_train.finish(process)
+    assert run.returncode == 0, str(run)
+    assert "going on with 2 of 3 workers" in run.stderr
+    assert "trying 3 workers again" in run.stderr
+    assert run.summary["restarts"] == 2
+    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+    assert len(run.folders) == 1
+
+
+@pytest.mark.slow
+def test_twenty_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
+    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=2")
+    process = run_train.start(*JOB, *exact, "max_restarts=20", "checkpoint_every=1")
+    for kill in range(20):
+        strike(run_train, process, kill % 2, signal.SIGKILL, workers=2)
+    run = run_train.finish(process)
+    assert run.returncode == 0, str(run)
+    assert run.summary["restarts"] == 20
+    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+
+
+def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
+    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "max_epochs=100000")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    heard = {address for pid in (process.pid, *workers_of(process)) for address in listening(pid)}
+    process.send_signal(signal.SIGTERM)
+    assert run_train.finish(process, timeout=60).returncode == 143
+    assert heard, "the rendezvous listens somewhere"
+    assert heard <= {"127.0.0.1", "::1"}
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a process accepts connections on."""
+    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in sockets:
+                address = bytes.fromhex(local.partition(":")[0])
+                words = [address[at : at + 4][::-1] for at in range(0, len(address), 4)]  # little-endian words
+                raw = b"".join(words)
+                mapped = raw[12:] if len(raw) == 16 and raw[:12] == bytes(10) + b"\xff\xff" else raw
+                if len(mapped) == 4:
+                    found.add(".".join(map(str, mapped)))
+                else:
+                    found.add("::1" if mapped == bytes(15) + b"\x01" else mapped.hex())
+    return found
+
+
+def test_a_run_tells_what_made_it(undisturbed: Run) -> None:
+    found = json.loads((undisturbed.folder / "provenance.json").read_text())
+    assert found["config"]["batch_size"] == 32
+    assert "exact=true" in found["command"]
+    assert len(found["git"]["commit"]) == 40
+    assert (undisturbed.folder / "git.diff").exists() == found["git"]["dirty"]
+    assert {"torch", "lightning"} <= found["versions"].keys()
+    assert found["machine"]["threads"] == 1
+    assert len(found["data_fingerprint"]) == 64
