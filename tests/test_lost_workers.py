@@ -29,7 +29,7 @@ JOB = (
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """On one device, exact: what every life below must end as."""
-    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*JOB, "exact=true", "pieces=6")
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*JOB, "exact=true", "pieces=4")
 
 
 def strike(program: Program, process: subprocess.Popen[str], rank: int, signum: int, workers: int) -> None:
@@ -43,7 +43,7 @@ def strike(program: Program, process: subprocess.Popen[str], rank: int, signum: 
 
 
 def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program, undisturbed: Run) -> None:
-    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=2")
+    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
     process = run_train.start(*JOB, *exact, "max_restarts=1", "hang_timeout=4")
     strike(run_train, process, 1, signal.SIGSTOP, workers=2)
     run = run_train.finish(process)
@@ -63,7 +63,7 @@ def test_without_a_restart_left_it_ends(run_train: Program) -> None:
 
 
 def test_fewer_workers_go_on_and_lost_ones_are_taken_back(run_train: Program, undisturbed: Run) -> None:
-    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=3", "elastic=true", "elastic_retry=4")
+    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=3", "elastic=true", "elastic_retry=4")
     process = run_train.start(*JOB, *exact, "max_epochs=24")
     strike(run_train, process, 2, signal.SIGKILL, workers=3)
     wait_for(lambda: len(workers_of(process)) == 2, process)
@@ -79,7 +79,7 @@ def test_fewer_workers_go_on_and_lost_ones_are_taken_back(run_train: Program, un
 
 @pytest.mark.slow
 def test_twenty_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
-    exact = ("exact=true", "pieces=6", "strategy=ddp", "devices=2")
+    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
     process = run_train.start(*JOB, *exact, "max_restarts=20", "checkpoint_every=1")
     for kill in range(20):
         strike(run_train, process, kill % 2, signal.SIGKILL, workers=2)

@@ -33,7 +33,6 @@ from lockstep.scratch import can_write, scratch_folder
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
 GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; a silent rank is noticed earlier, and named (lockstep.heartbeat)
 
-
 RESTARTS = "LOCKSTEP_RESTARTS"  # what a worker is told by its environment
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
 
@@ -98,6 +97,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from lockstep import rendezvous
+
     for name in ("torch.distributed", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
     workers = layout.processes // layout.num_nodes if layout.strategy == "ddp" else 1  # of this machine
@@ -112,9 +113,8 @@ def launch(
             max_nodes=layout.num_nodes,
             nproc_per_node=workers,
             run_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, rdzv_endpoint)) if rdzv_endpoint else uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=rdzv_endpoint or "127.0.0.1:0",
-            local_addr=None if rdzv_endpoint else "127.0.0.1",
+            rdzv_backend="c10d" if rdzv_endpoint else rendezvous.NAME,
+            rdzv_endpoint=rdzv_endpoint or rendezvous.LOOPBACK,
             max_restarts=max_restarts,
             monitor_interval=0.05,
             start_method=start_method(),
@@ -280,13 +280,15 @@ def join_group(layout: Layout) -> None:
     """
     import torch.distributed as dist
 
+    from lockstep.rendezvous import LOOPBACK, serve
+
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent = dist.TCPStore(address, port, is_master=False, timeout=GROUP_TIMEOUT)
     key = f"lockstep/{os.environ['TORCHELASTIC_RUN_ID']}/{attempt}/port"
     if rank == 0:
-        store = dist.TCPStore(address, 0, world, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+        store = serve(address)
         agent.set(key, str(store.port))
     else:
         store = dist.TCPStore(
@@ -297,7 +299,7 @@ def join_group(layout: Layout) -> None:
 
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if layout.accelerator == "gpu" else "gloo"
-    if address == "127.0.0.1":
+    if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
 
