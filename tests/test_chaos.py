@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -19,19 +17,19 @@ def chaos(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_one_layout_survives_every_kind_of_fault(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--faults=14", "--layouts=ddp_accumulate")
+def test_one_layout_survives_every_kind_of_fault() -> None:
+    done = chaos("--faults=14", "--layouts=ddp_accumulate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "14 faults" in done.stdout
 
 
-def test_exact_survives_faults_on_changing_layouts(tmp_path: Path) -> None:
-    done = chaos(tmp_path, "--exact", "--faults=7", "--seed=1")
+def test_exact_survives_faults_on_changing_layouts() -> None:
+    done = chaos("--exact", "--faults=7", "--seed=1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_run_that_resumes_otherwise_is_told_apart(tmp_path: Path) -> None:
+def test_a_run_that_resumes_otherwise_is_told_apart() -> None:
     """The control: another seed after each fault."""
-    done = chaos(tmp_path, "--faults=3", "--layouts=single", "--control", "--seed=3")
+    done = chaos("--faults=3", "--layouts=single", "--control", "--seed=3")
     assert done.returncode == 1
     assert "PROBLEM weights_sha256" in done.stdout

@@ -89,6 +89,13 @@ def test_twenty_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
+def test_a_long_name_of_the_temporary_folder_does_not_hang_the_loaders(run_train: Program, tmp_path: Path) -> None:
+    """A socket that loader processes hand tensors over by does not fit into such a folder."""
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": str(long)}, timeout=60)
+
+
 def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
     process = run_train.start(*JOB, "strategy=ddp", "devices=2", "max_epochs=100000")
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 PREFIX = "lockstep_"
+LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")  # bytes: a socket's path has 107
 
 
 @contextmanager
@@ -18,12 +20,16 @@ def scratch_folder() -> Iterator[str]:
     """While it lasts, temporary files of this process and of its forks go to a folder of their own.
 
     Its lock is held by all of them, so a folder that nobody holds was left by processes that were killed: the next run
-    on the machine removes it. It lies in the usual place, not in the run folder: the path of a socket has 107 bytes.
+    on the machine removes it. It lies in the usual place; where that has so long a name that sockets don't fit (data
+    loaders would hang), in /tmp.
     """
     before = tempfile.tempdir
-    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > LONGEST:
+        place = "/tmp"
+    for lock in Path(place).glob(f"{PREFIX}*/lock"):
         _remove_if_free(lock)
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
         tempfile.tempdir = folder
