@@ -11,10 +11,9 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 
 
-def chaos(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def chaos(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--fork", *options]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_one_layout_survives_every_kind_of_fault() -> None:
