@@ -6,10 +6,10 @@ Takes the config of train.py, and trains the same optimizer steps on every layou
 and with exact=true. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls,
 steps that are wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
 
-What is rounding is measured, not decreed: three runs whose initial weights are off by one rounding show how far this
-model has carried that after each step, and ten times as far is the tolerance, step by step: small nets forget a
-rounding error, others (ResNet18 in tiny pieces) blow it up to the size of the weights within ten steps, where a
-comparison of final weights would see no mistake any more.
+What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
+show how far this model has carried that after each step, and ten times as far is the tolerance, step by step: small
+nets forget a rounding error, others (ResNet18 in tiny pieces) blow it up to the size of the weights within ten steps,
+where a comparison of final weights would see no mistake any more.
 
 Writes parity.json and parity.png into its run folder. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
@@ -119,7 +119,7 @@ def trials(config: Config) -> list[tuple[str, Trial]]:
     everywhere = list(layouts(config))
     one, others = everywhere[0] | default, everywhere[1:]
     found = [("default", Trial("", one))]
-    found += [("yardstick", Trial("weights off by a rounding", one, fault)) for fault in YARDSTICKS]
+    found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
     found += [("default", Trial("", layout | default)) for layout in others]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
     found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))

@@ -31,6 +31,7 @@ from lockstep.launch import launch
 from lockstep.summary import weights_sha256
 from lockstep.training import make_module, make_trainer
 
+FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
 UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
 
@@ -97,7 +98,7 @@ def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int 
         test_samples: of the test set, to keep trials short.
     """
     tail = min(tail or max(1, pieces // 2), batch_size)
-    full = min(max(1, steps // 4), max(1, (len(splits.train) - tail) // batch_size))
+    full = max(1, min(FULL, (len(splits.train) - tail) // batch_size))
     train = Subset(splits.train, range(min(full * batch_size + tail, len(splits.train))))
     return replace(splits, train=train, val=None, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
 
@@ -261,12 +262,20 @@ def _weights(trainer: pl.Trainer, weight: Any) -> None:
 
 
 def rounding(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule, seed: int) -> None:
-    """Every weight is off by one unit in its last place, up or down, at the start: the yardstick."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.add_(parameter * signs * (2 * roundoff(str(trainer.precision))))
+    """Every step's gradient is off by as many roundings as it has pieces, up or down: the yardstick. Adding pieces in
+    another order does no more, and usually less."""
+    gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
+    generator, finish = torch.Generator().manual_seed(seed), gradients.finish
+    size = 2 * roundoff(str(trainer.precision)) * data.layout.pieces
+
+    def rounded(share: Any) -> None:
+        finish(share)
+        for gradient in (p.grad for p in module.parameters() if p.grad is not None):
+            signs = torch.randint(0, 2, gradient.shape, generator=generator).to(gradient) * 2 - 1
+            partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
+            gradient.add_(signs * partial, alpha=size)
+
+    gradients.finish = rounded
 
 
 def permuted(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:

@@ -138,7 +138,7 @@ def explain(reference: Outcome, tolerance: Distances) -> str:
     lines = [
         f"{steps} steps of {config.batch_size} samples in {config.layout.pieces} pieces, {config.precision}. Distances "
         "are relative: norms, the largest of all tensors; loss: the largest of all steps.",
-        f"Tolerance by default, after each step: {MARGIN} x what a rounding of each weight has become on this model, "
+        f"Tolerance by default, after each step: {MARGIN} x what roundings of the gradient have become on this model, "
         f"{curve[0]:.1e} of the weights after step 1 and {curve[-1]:.1e} after step {steps}. Under exact=true: none.",
     ]
     if curve[-1] > MARGIN * 0.01:
@@ -154,7 +154,7 @@ STYLES = {  # colour, line, what the legend says
     "exact": ("tab:green", "-", "layouts, exact=true: no difference"),
     "pieces": ("tab:purple", "-.", "another number of pieces"),
     "control": ("tab:red", "--", "controls"),
-    "yardstick": ("gray", ":", "one rounding of each weight"),
+    "yardstick": ("gray", ":", "gradients off by roundings"),
 }
 
 
@@ -173,6 +173,7 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     bottom = seen[seen > 0].min() / 10  # where no difference is drawn: a logarithm has no zero
     steps = np.arange(1, len(tolerance.weights_curve) + 1)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    ends: list[tuple[float, str]] = []  # of the controls
     for row, curve in zip(shown, curves, strict=True):
         colour, line, label = STYLES["exact" if row.same_bits else "default" if row.kind == "exact" else row.kind]
         known = axes.get_legend_handles_labels()[1]
@@ -180,12 +181,14 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
             steps, np.maximum(curve, bottom), line, color=colour, alpha=0.8, label=None if label in known else label
         )
         if row.kind == "control":
-            place = (steps[-1], np.nan_to_num(max(curve[-1], bottom), nan=1.0))
-            above = row.layout != shown[-1].layout  # the last two controls end close to each other
-            axes.annotate(row.layout, place, fontsize=7, ha="right", va="bottom" if above else "top")
+            ends.append((np.nan_to_num(max(curve[-1], bottom), nan=1.0), row.layout))
     axes.plot(steps, tolerance.weights_curve, color="black", linewidth=0.8, label="tolerance")
     axes.set(yscale="log", xlabel="optimizer step", ylabel="relative difference of weights")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    lowest = -np.inf
+    for end, name in sorted(ends):  # a label each, none over another
+        lowest = max(lowest + 0.05, axes.transAxes.inverted().transform(axes.transData.transform((1, end)))[1])
+        axes.text(1.01, lowest, name, transform=axes.transAxes, fontsize=7, va="center", color="tab:red")
+    axes.legend(fontsize=7, loc="lower left", bbox_to_anchor=(1, 0))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
