@@ -9,7 +9,6 @@ then runs in place.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -26,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep import heartbeat
+from lockstep.family import die_with, end_children
 from lockstep.heartbeat import watching
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write, scratch_folder
@@ -92,6 +92,7 @@ def launch(
         try:
             return work(*args)
         finally:
+            end_children()
             leave_group()
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -228,7 +229,7 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
     if signal.SIGTERM in asked:  # before this line
         signal.raise_signal(signal.SIGTERM)
-    _die_with(parent)
+    die_with(parent)
     heartbeat.join(int(os.environ["LOCAL_RANK"]))
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
@@ -248,16 +249,8 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         raise
     finally:
         heartbeat.leave()
+        end_children()
         leave_group()
-
-
-def _die_with(parent: int) -> None:
-    """Ends this worker when its parent is killed, or was before this call (Linux: prctl(PR_SET_PDEATHSIG); elsewhere
-    the agent's death is noticed by the collectives only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _all_forked() -> None:

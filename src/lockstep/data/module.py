@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from types import TracebackType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.datasets import Splits
 from lockstep.data.loaders import ChunkDataset, StepDataset, StepSampler, own_chunks, streams
 from lockstep.data.share import Share, Turn
+from lockstep.family import die_with
 from lockstep.layout import Layout
 from lockstep.plan import Plan
 
@@ -82,7 +85,7 @@ class DataModule(pl.LightningDataModule):
             persistent_workers=keep_workers and workers > 0,
             # its own, since iterating draws a number: from the global one that would move what comes after
             generator=torch.Generator().manual_seed(self.plan.seed),
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_as_loader,
         )
 
     # --- on the device ---
@@ -128,10 +131,19 @@ class DataModule(pl.LightningDataModule):
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())
 
 
-def _leave_signals(worker: int) -> None:
-    """Who asks the whole process group to end must not end the loader processes: the step under way needs them."""
+def _as_loader(worker: int) -> None:
+    """Who asks the whole process group to end must not end the loader processes: the step under way needs them. But
+    they end with the process that they load for: they hold its connections to other ranks open."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _excepthook
+    die_with(os.getppid())
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The thread that hands tensors over says so when who should take them is gone; that is no news."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _same(batch: Any) -> Any:

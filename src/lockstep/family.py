@@ -1,0 +1,26 @@
+"""No process outlives the one that it works for."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+
+def die_with(parent: int) -> None:
+    """Ends this process when its parent is killed, or was before this call (Linux: prctl(PR_SET_PDEATHSIG); elsewhere
+    nothing notices at once)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_children() -> None:
+    """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
+    them at exit, and then wait for them for ever."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
