@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities import apply_to_collection
+from torch import Tensor
 
 from lockstep.atomic import replacing
 from lockstep.layout import Refusal
@@ -69,10 +73,34 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """`save` and `load` as a plugin of Lightning's Trainer."""
+    """`save` and `load` as a plugin of Lightning's Trainer. Training goes on while a copy of its state is written.
+
+    One file is written at a time, in the order asked for. What goes wrong is raised by the next call, at the latest at
+    the end of the Trainer's `fit`.
+    """
+
+    def __init__(self) -> None:
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        save(checkpoint, path)
+        self.wait()  # so that there is one copy at the most
+        self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
+
+    def then(self, task: Callable[..., None], *args: Any) -> None:
+        """Does something after what is being written."""
+        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
+        self._pending.append(self._writer.submit(task, *args))
+
+    def wait(self) -> None:
+        """Returns when all is on the disk.
+
+        Raises:
+            OSError, CheckpointError: as `save`.
+        """
+        pending, self._pending = self._pending, []
+        for task in pending:
+            task.result()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -81,6 +109,18 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+        self.wait()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in the machine's memory, without gradient."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 class _Digesting:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
+from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.layout import Refusal
 
 log = logging.getLogger("lockstep")
@@ -23,8 +24,8 @@ class Checkpoint(LightningCheckpoint):
     """Writes `last.ckpt` every `every` optimizer steps and at each epoch's end, after validation; and `best.ckpt`, the
     same file under another name, whenever the monitored metric improves.
 
-    Both are written atomically where the Trainer has the plugin `AtomicCheckpointIO`. Nothing is written inside a step,
-    so that no half-accumulated gradient is lost.
+    Both are written atomically, and while training goes on, by the Trainer's plugin `AtomicCheckpointIO`. Nothing is
+    saved inside a step, so that no half-accumulated gradient is lost.
 
     Args:
         every: optimizer steps between checkpoints; None: only at an epoch's end.
@@ -34,7 +35,7 @@ class Checkpoint(LightningCheckpoint):
         record: plain data kept in each checkpoint under `lockstep`: config, the data's fingerprint, versions.
 
     Attributes:
-        seconds: time spent saving, on this rank.
+        seconds: time that training stood still for saving, on this rank.
     """
 
     def __init__(
@@ -162,7 +163,9 @@ class Checkpoint(LightningCheckpoint):
     def _publish_best(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             assert self.folder is not None
-            same_file(self.folder / "last.ckpt", self.folder / "best.ckpt")
+            writer = trainer.strategy.checkpoint_io
+            assert isinstance(writer, AtomicCheckpointIO)
+            writer.then(same_file, self.folder / "last.ckpt", self.folder / "best.ckpt")
 
     def _recover_best(self, trainer: Trainer) -> bool:
         """After a resume: find the file that belongs to `best_score`, also in the folder of the run continued."""

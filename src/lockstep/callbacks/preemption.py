@@ -53,6 +53,7 @@ class Preemption(pl.Callback):
             self.due = trainer.global_step + 1
             return
         trainer.save_checkpoint(self.path)
+        trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]  # until it is on the disk
         ending = next((signum for signum in asked if signum != signal.SIGUSR1), None)
         asked.clear()
         if trainer.is_global_zero:
