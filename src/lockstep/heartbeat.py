@@ -1,6 +1,8 @@
 """Every worker tells how far it is; the parent notices one that has gone silent, names it and ends it.
 
 A rank that hangs makes all others wait in their next collective, so the culprit is the one that is least far.
+The parent itself may hang: multiprocessing's Event, by which torch's agent tells the workers that it has their results,
+waits for ever for one that is killed just then. That is noticed here too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 VARIABLE = "LOCKSTEP_BEATS"
+ORPHANED = 5.0  # seconds that an agent may go on without a worker
 _beats: np.memmap | None = None
 
 
@@ -50,14 +53,26 @@ def leave() -> None:
         _beats = None
 
 
+def _children(parent: int) -> int:
+    """How many children of this process's main thread run (Linux; elsewhere 1, so that nothing follows)."""
+    try:
+        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in listed]
+    except OSError:
+        return 1
+    return sum(state not in "ZX" for state in states)
+
+
 @contextmanager
-def watching(folder: str, workers: int, timeout: float) -> Iterator[dict[int, str]]:
+def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> Iterator[dict[int, str]]:
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 
     Args:
         folder: where the beats are kept, a small file.
         workers: worker processes of this machine.
         timeout: seconds without a beat of the least advanced worker.
+        alone: no other machine takes part, for whose workers the agent might wait; without workers of its own it is
+            then ended by SIGQUIT, which it turns into an exception.
 
     Yields what was found: a message for each pid that was ended.
     """
@@ -66,8 +81,16 @@ def watching(folder: str, workers: int, timeout: float) -> Iterator[dict[int, st
     os.environ[VARIABLE] = str(path)
     done, found = threading.Event(), dict[int, str]()
 
+    parent, busy = os.getpid(), time.monotonic()
+
     def watch() -> None:
+        nonlocal busy
         while not done.wait(min(1.0, timeout / 4)):
+            if not alone or _children(parent):
+                busy = time.monotonic()
+            elif time.monotonic() - busy > ORPHANED:
+                os.kill(parent, signal.SIGQUIT)
+                return
             rows = [
                 (step, turn, _runs(pid), when, rank, int(pid))
                 for rank, (when, step, turn, pid) in enumerate(table.tolist())

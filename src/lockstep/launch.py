@@ -95,19 +95,20 @@ def launch(
             end_children()
             leave_group()
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from lockstep import rendezvous
 
-    for name in ("torch.distributed", "torch.multiprocessing"):
+    for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
     workers = layout.processes // layout.num_nodes if layout.strategy == "ddp" else 1  # of this machine
     with (
         environment_kept(),
         forwarding() as received,
         scratch_folder() as scratch,
-        watching(scratch, workers, hang_timeout) as silent,
+        watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
     ):
         config = LaunchConfig(
             min_nodes=min_nodes or layout.num_nodes,
@@ -130,6 +131,10 @@ def launch(
             if interrupted is not None:
                 raise Interrupted(received[0] if received else interrupted)
             return results[min(results)]
+        except SignalException:
+            raise (
+                Interrupted(received[0]) if received else WorkerFailed("a worker was killed when it was done")
+            ) from None
         except ChildFailedError as error:
             if received:
                 raise Interrupted(received[0]) from None
@@ -235,7 +240,9 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         if int(os.environ["WORLD_SIZE"]) > 1:
             _all_forked()
             join_group(layout)
-        return work(*args)
+        result = work(*args)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to save
+        return result
     except Interrupted as interrupted:
         return _Ended(interrupted.code - 128)
     except SystemExit as left:  # with code 0 and no result, the agent would wait for ever
