@@ -234,9 +234,13 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         if int(os.environ["WORLD_SIZE"]) > 1:
             _all_forked()
             join_group(layout)
-        return work(*args)
-    except Interrupted as interrupted:
-        return _Ended(interrupted.code - 128)
+        try:
+            result = work(*args)
+        except Interrupted as interrupted:
+            result = _Ended(interrupted.code - 128)
+        # Not when it fails: the others' lost connections would be reported before the reason is.
+        leave_group()
+        return result
     except SystemExit as left:  # with code 0 and no result, the agent would wait for ever
         raise RuntimeError(f"the worker left with exit code {left.code}") from left
     except Refusal as refusal:
@@ -248,7 +252,6 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         raise
     finally:
         heartbeat.leave()
-        leave_group()
 
 
 def _die_with(parent: int) -> None:
