@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from lockstep import heartbeat
@@ -150,11 +150,27 @@ def ask_to_end() -> None:
     _tell_workers(signal.SIGTERM)
 
 
+_computed = False  # whether this process may have run a parallel operation: see has_computed
+
+
+@contextmanager
+def has_computed() -> Iterator[None]:
+    """For a parent that is the user's own, a notebook say: it may have computed, so workers are spawned; they don't run
+    its `__main__` again, which may have no file, or no `if __name__ == "__main__"`."""
+    global _computed
+    before = _computed, sys.modules["__main__"]
+    _computed, sys.modules["__main__"] = True, ModuleType("__main__")
+    try:
+        yield
+    finally:
+        _computed, sys.modules["__main__"] = before
+
+
 def start_method() -> str:
     """`fork` where it is safe and exists, else `spawn`."""
     import torch
 
-    computed = torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    computed = _computed or torch.cuda.is_initialized() or "ipykernel" in sys.modules
     return "fork" if sys.platform == "linux" and not computed else "spawn"
 
 
