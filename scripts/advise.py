@@ -1,7 +1,7 @@
 """Which layout is fastest on this machine for a model, a data set and a batch size, and why:
 
     python scripts/advise.py model=resnet18 data=cifar10 batch_size=256
-    python scripts/advise.py model=mnist_cnn batch_size=256 verify=all        # prediction and measurement of every layout
+    python scripts/advise.py model=mnist_cnn batch_size=256 verify=all   # prediction and measurement of every layout
 
 It measures steps that send nothing, with 1, 2, 4, ... workers busy at once (they share caches and memory), in a few
 sizes of a piece, and the all-reduce of tensors of several sizes. A layout's step is then predicted as its computation
@@ -49,6 +49,7 @@ ACCUMULATE = (1, 2, 4)  # what is offered to each device
 BUCKET = 25 * MIB  # what DDP sends at once, after a first one of 1 MiB
 SIZES = [1 << bits for bits in range(10, 27, 2)]  # bytes that are all-reduced
 WARMUP = 3  # steps
+ROUNDS = 2  # in turns, since the machine may slow down and recover
 
 
 @dataclass
@@ -233,17 +234,24 @@ def compute(
     """Seconds of a step by number of turns, peak MiB by samples of a piece, `(bytes, seconds)` of all-reduces, and the
     bytes of a gradient. All workers compute at once; the slowest one counts, as it does in a step."""
     begin(config, folder)
-    times, peaks = {}, {}
-    for accumulate in turns:
-        pieces = config.layout.devices * accumulate
-        asked = replace(config, layout=replace(config.layout, pieces=pieces))
-        memory = Memory(1, float("inf"))
-        try:
-            first = slowest(block(asked, splits, folder, WARMUP + 3, memory))  # counting bytes takes time too
-        except Refusal:  # what does not fit is not offered
-            continue
-        times[accumulate] = slowest(block(asked, splits, folder, steps(first, seconds)))
-        peaks[config.batch_size // pieces] = (memory.peak or 0) / MIB
+    first: dict[int, float] = {}
+    took: dict[int, list[float]] = {}
+    peaks: dict[int, float] = {}
+    for turn in range(1 + ROUNDS):
+        for accumulate in turns if turn == 0 else first:
+            pieces = config.layout.devices * accumulate
+            asked = replace(config, layout=replace(config.layout, pieces=pieces))
+            if turn:
+                count = steps(first[accumulate], seconds / ROUNDS)
+                took[accumulate] = took.get(accumulate, []) + block(asked, splits, folder, count)
+                continue
+            memory = Memory(1, float("inf"))
+            try:
+                first[accumulate] = slowest(block(asked, splits, folder, WARMUP + 3, memory))
+            except Refusal:  # what does not fit is not offered
+                continue
+            peaks[config.batch_size // pieces] = (memory.peak or 0) / MIB
+    times = {accumulate: slowest(found) for accumulate, found in took.items()}
     gradient = sum(p.numel() * p.element_size() for p in make_module(config, splits).parameters() if p.requires_grad)
     return times, peaks, all_reduces(config, seconds) if config.layout.devices > 1 else [], gradient
 
@@ -252,7 +260,8 @@ def run(config: Config, splits: Splits, folder: Path, seconds: float) -> float:
     """Seconds of a step of the layout as it is."""
     begin(config, folder)
     first = slowest(block(config, splits, folder, WARMUP + 3, silent=False))
-    return slowest(block(config, splits, folder, steps(first, seconds), silent=False))
+    count = steps(first, seconds / ROUNDS)
+    return slowest([took for _ in range(ROUNDS) for took in block(config, splits, folder, count, silent=False)])
 
 
 def begin(config: Config, folder: Path) -> None:
@@ -263,8 +272,8 @@ def begin(config: Config, folder: Path) -> None:
 
 def block(
     config: Config, splits: Splits, folder: Path, count: int, memory: Memory | None = None, silent: bool = True
-) -> float:
-    """Median seconds of a step, of `count` steps in a Trainer of their own."""
+) -> list[float]:
+    """Seconds of each step, of `count` steps in a Trainer of their own; the first ones are left out."""
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = dist.get_rank() if dist.is_initialized() else 0
     clock = Clock()
@@ -275,24 +284,23 @@ def block(
         gradients, watch = Silent(trainer.strategy), Watch(config.nonfinite, 1)
         trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
     trainer.fit(make_module(config, splits), datamodule=data)
-    return median(end - start for start, end in itertools.pairwise(clock.ends[WARMUP - 1 :]))
+    return [end - start for start, end in itertools.pairwise(clock.ends[WARMUP - 1 :])]
 
 
 def steps(seconds_of_one: float, seconds: float) -> int:
     return WARMUP + max(5, min(200, int(seconds / seconds_of_one)))
 
 
-def slowest(seconds: float) -> float:
-    """Of all workers, which also waits for them."""
-    if not dist.is_initialized():
-        return seconds
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+def slowest(seconds: list[float]) -> float:
+    """What a step takes, of the worker that is slowest. The lower quartile: what else runs on the machine only adds."""
+    quartile = torch.quantile(torch.tensor(seconds, dtype=torch.float64), 0.25)
+    if dist.is_initialized():
+        dist.all_reduce(quartile, dist.ReduceOp.MAX)
+    return float(quartile)
 
 
 def all_reduces(config: Config, seconds: float) -> list[tuple[int, float]]:
-    """Median seconds of an all-reduce by bytes."""
+    """Seconds of an all-reduce by bytes."""
     gpu = config.layout.accelerator == "gpu"
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     found = []
@@ -308,8 +316,8 @@ def all_reduces(config: Config, seconds: float) -> list[tuple[int, float]]:
             if gpu:
                 torch.cuda.synchronize(device)
             took.append(time.perf_counter() - start)
-            again = bool(slowest(float(len(took) < 5 or time.perf_counter() - began < seconds / len(SIZES))))
-        found.append((size, slowest(median(took[2:]))))
+            again = bool(slowest([float(len(took) < 5 or time.perf_counter() - began < seconds / len(SIZES))]))
+        found.append((size, slowest(took[2:])))
     return found
 
 
@@ -362,13 +370,13 @@ def conclusion(choices: list[Choice], machine: Machine, config: Config) -> str:
     same = [c for c in choices if (c.strategy, c.devices) == (best.strategy, best.devices)]
     more = max(same, key=lambda choice: choice.accumulate_grad_batches)
     if more is not best:
+        longer = more.predicted / best.predicted - 1
         said.append(
-            f"Accumulating {more.accumulate_grad_batches} pieces is predicted to take {more.best / best.best - 1:+.0%} time "
-            f"and {more.mib:.0f} instead of {best.mib:.0f} MiB a device: "
-            + ("for memory's sake only." if more.best > best.best else "about as good.")
+            f"Accumulating {more.accumulate_grad_batches} pieces on each device is predicted to take {longer:+.0%} time, "
+            f"and {more.mib:.0f} instead of {best.mib:.0f} MiB."
         )
     said.append(
-        f"Predictions were off by {max(errors):.0%} at most, {median(errors):.0%} in the middle, of {len(errors)} run."
+        f"Predictions were off by {max(errors):.0%} at most and {median(errors):.0%} in the middle, of {len(errors)} run."
     )
     return " ".join(said)
 
