@@ -137,6 +137,8 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
         raise Refusal("advise measures one machine, without torchrun")
     raw |= {"accumulate_grad_batches": None, "pieces": None, "devices": 1, "strategy": {"name": "auto"}}
     config = check(raw)
+    if (load := os.getloadavg()[0]) > cores() / 4:
+        print(f"other programs are busy here (load {load:.1f} on {cores()} cores): expect errors", file=sys.stderr)
     splits = open_data(config.data, config.data_dir, config.seed)
     machine = Machine({}, {}, {}, 0)
     offered = offers(raw["batch_size"], config.layout.accelerator)
@@ -188,10 +190,14 @@ def layout(strategy: str, devices: int, accumulate: int) -> dict[str, Any]:
 
 def offers(batch_size: int, accelerator: str) -> list[tuple[int, int]]:
     """`(devices, turns of each)` whose pieces are equal: 1, 2, 4, ... devices and all of them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = cores if accelerator == "cpu" else gpu_count()
+    most = cores() if accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
     return [(n, a) for n, a in itertools.product(counts, ACCUMULATE) if batch_size % (n * a) == 0]
+
+
+def cores() -> int:
+    """Of the CPU, for this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def predict(batch_size: int, offered: list[tuple[int, int]], config: Config, machine: Machine) -> list[Choice]:
@@ -372,11 +378,12 @@ def conclusion(choices: list[Choice], machine: Machine, config: Config) -> str:
     if more is not best:
         longer = more.predicted / best.predicted - 1
         said.append(
-            f"Accumulating {more.accumulate_grad_batches} pieces on each device is predicted to take {longer:+.0%} time, "
-            f"and {more.mib:.0f} instead of {best.mib:.0f} MiB."
+            f"Accumulating {more.accumulate_grad_batches} pieces on each device is predicted to take {longer:+.0%} "
+            f"time, and {more.mib:.0f} instead of {best.mib:.0f} MiB."
         )
     said.append(
-        f"Predictions were off by {max(errors):.0%} at most and {median(errors):.0%} in the middle, of {len(errors)} run."
+        f"Predictions were off by {max(errors):.0%} at most and {median(errors):.0%} in the middle, of "
+        f"{len(errors)} run."
     )
     return " ".join(said)
 
