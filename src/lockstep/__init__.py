@@ -1,0 +1,16 @@
+"""One training step, whoever computes it. From Python: `from lockstep import compose, train`, see docs/library.md."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.library import Composed, compose, train
+
+__all__ = ["Composed", "compose", "train"]
+
+
+def __getattr__(name: str) -> Any:  # Hydra and torch take seconds that a mere import need not wait
+    if name not in __all__:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    from lockstep import library
+
+    return getattr(library, name)

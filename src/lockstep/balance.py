@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep import fast
+from lockstep import fast, logs
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.launch import launch
@@ -35,6 +35,7 @@ def balanced(config: Config, splits: Splits, folder: Path) -> Config:
     return replace(config, layout=layout)
 
 
+@logs.quiet()
 def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     """Seconds of one piece on each device, in rank order. Every worker of the layout calls it."""
     layout: Layout = config.layout

@@ -55,6 +55,16 @@ def choice(*names: str) -> Check:
     return check
 
 
+def accumulation(key: str, value: Any) -> int | str | None:
+    """A whole number of at least 1, `auto`, or null."""
+    if value == "auto":
+        return "auto"
+    try:
+        return whole(1, optional=True)(key, value)
+    except Refusal as refusal:
+        raise Refusal(f"{refusal}, or auto") from None
+
+
 def flag(key: str, value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):

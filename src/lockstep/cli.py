@@ -39,8 +39,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
     terminated.
     """
-    OmegaConf.register_new_resolver("folder", lambda name: run_name("name", name), replace=True)
-    OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True, replace=True)
+    register_resolvers()
     errors: list[Exception] = []  # kept from Hydra, which would print them its own way
     sweeping, composed = False, True
 
@@ -61,7 +60,7 @@ def command(job: Job, config_name: str) -> NoReturn:
                 if not (folder / "summary.json").exists():
                     write_summary(folder / "summary.json", {"status": "failed", "error": line(error, config_name)})
             elif isinstance(error, BAD_INPUT):
-                _forget(folder)
+                forget(folder)
             return None
 
     if {"--help", "-h"} & set(sys.argv):
@@ -153,12 +152,18 @@ def _keys(files: Iterable[Path], *groups: str) -> list[str]:
     return sorted(found - {"hydra", "_target_"})
 
 
-def _forget(folder: Path) -> None:
+def forget(folder: Path) -> None:
     """Removes the folder of a run that was refused, unless something else lies in it."""
     if {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
         shutil.rmtree(folder)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
+
+
+def register_resolvers() -> None:
+    """What conf/hydra/default.yaml names a run's folder with."""
+    OmegaConf.register_new_resolver("folder", lambda name: run_name("name", name), replace=True)
+    OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True, replace=True)
 
 
 def _stamp(num_nodes: Any, endpoint: Any, strategy: str) -> str:

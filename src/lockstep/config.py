@@ -14,7 +14,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lockstep import layout as layouts
-from lockstep.checks import Check, choice, flag, node, optional_node, real, run_name, show, text, unknown, whole
+from lockstep.checks import (
+    Check,
+    accumulation,
+    choice,
+    flag,
+    node,
+    optional_node,
+    real,
+    run_name,
+    show,
+    text,
+    unknown,
+    whole,
+)
 from lockstep.layout import Layout, Refusal
 from lockstep.targets import check_target, named
 
@@ -60,7 +73,8 @@ class Config:
     nonfinite: str
     batch_size: int
     pieces: int | None
-    accumulate_grad_batches: int | None
+    accumulate_grad_batches: int | str | None
+    memory_budget: float | None
     exact: bool
     precision: str
     threads: int | None
@@ -111,7 +125,8 @@ CHECKS: dict[str, Check] = {
     "nonfinite": choice("stop", "skip"),
     "batch_size": whole(1),
     "pieces": whole(1, optional=True),
-    "accumulate_grad_batches": whole(1, optional=True),
+    "accumulate_grad_batches": accumulation,
+    "memory_budget": real(above=0, optional=True),
     "exact": flag,
     "precision": choice(*PRECISIONS),
     "threads": whole(1, optional=True),
@@ -145,6 +160,7 @@ ABSENT: dict[str, Any] = {
     "nonfinite": "stop",
     "pieces": None,
     "accumulate_grad_batches": None,
+    "memory_budget": None,
     "max_epochs": 1,
     "max_steps": None,
     "val_every": None,
@@ -189,6 +205,9 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     for key in ("data_dir", "outputs"):
         values[key] = os.path.abspath(os.path.expanduser(values[key]))
     strategy = values["strategy"]
+    strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
+    if values["accumulate_grad_batches"] == "auto":
+        _check_auto(values)
     layout = layouts.resolve(
         strategy=strategy["name"],
         accelerator=values["accelerator"],
@@ -196,12 +215,13 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
         num_nodes=values["num_nodes"],
         batch_size=values["batch_size"],
         pieces=values["pieces"],
-        accumulate_grad_batches=values["accumulate_grad_batches"],
+        accumulate_grad_batches=None
+        if values["accumulate_grad_batches"] == "auto"
+        else values["accumulate_grad_batches"],
         exact=values["exact"],
         shares=strategy["shares"],
         even=even,
     )
-    strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
     if strategy["balance"] and layout.pieces <= layout.world:
         raise Refusal(
             f"strategy.shares=auto deals more pieces than {layout.world} devices: give pieces={8 * layout.world}, say"
@@ -265,6 +285,19 @@ def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"strategy.compression={strategy['compression']}: torch compresses float32 gradients only, not 64-true"
             )
     return strategy
+
+
+def _check_auto(values: Mapping[str, Any]) -> None:
+    """What can't be had while the number of pieces is still open."""
+    strategy, auto = values["strategy"], "accumulate_grad_batches=auto"
+    if values["pieces"]:
+        raise Refusal(f"pieces={values['pieces']} fixes what {auto} looks for: leave one of the two out")
+    if strategy["balance"]:
+        raise Refusal(f"strategy.shares=auto deals a known number of pieces: give pieces, not {auto}")
+    if strategy["sync_batchnorm"]:
+        raise Refusal(f"strategy.sync_batchnorm=true: its ranks wait for each other inside a piece, so not {auto}")
+    if strategy["compression"] != "none":
+        raise Refusal(f"strategy.compression={strategy['compression']}: not with {auto}, which sends gradients itself")
 
 
 def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:

@@ -22,11 +22,14 @@ class GradientSum:
     Args:
         strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
         processes: worker processes over all nodes.
+        late: gradients are sent after the last backward pass, not in it: a rank may still run out of memory there,
+            and the others would wait for it.
     """
 
-    def __init__(self, strategy: Any, processes: int) -> None:
+    def __init__(self, strategy: Any, processes: int, late: bool = False) -> None:
         self.strategy = strategy
         self.processes = processes
+        self.late = late
 
     @property
     def state(self) -> dict[str, Any]:
@@ -47,7 +50,7 @@ class GradientSum:
     def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
         """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
         every process has a sample, since DDP's reducer waits for all of them."""
-        fires = number == len(share.turns) - 1 and share.everyone
+        fires = number == len(share.turns) - 1 and share.everyone and not self.late
         return nullcontext() if fires or self.processes == 1 else self.strategy.no_sync()
 
     def collect(self, turn: Any) -> None:
@@ -55,7 +58,7 @@ class GradientSum:
 
     def finish(self, share: Any) -> None:
         """After the last turn: where some process had no sample, all of them sum what DDP did not."""
-        if share.everyone or self.processes == 1:
+        if (share.everyone and not self.late) or self.processes == 1:
             return
         parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -74,8 +77,8 @@ class ExactGradientSum(GradientSum):
     samples comes last; so it does not matter whether a turn holds one piece or, under dp, several.
     """
 
-    def __init__(self, strategy: Any, processes: int) -> None:
-        super().__init__(strategy, processes)
+    def __init__(self, strategy: Any, processes: int, late: bool = True) -> None:
+        super().__init__(strategy, processes, late)
         self.sum: ExactSum | None = None
         self.parameters: list[torch.nn.Parameter] = []
 

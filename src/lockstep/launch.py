@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from lockstep import heartbeat
@@ -156,11 +156,27 @@ def ask_to_end() -> None:
     _tell_workers(signal.SIGTERM)
 
 
+_computed = False  # whether this process may have run a parallel operation: see has_computed
+
+
+@contextmanager
+def has_computed() -> Iterator[None]:
+    """For a parent that is the user's own, a notebook say: it may have computed, so workers are spawned; they don't run
+    its `__main__` again, which may have no file, or no `if __name__ == "__main__"`."""
+    global _computed
+    before = _computed, sys.modules["__main__"]
+    _computed, sys.modules["__main__"] = True, ModuleType("__main__")
+    try:
+        yield
+    finally:
+        _computed, sys.modules["__main__"] = before
+
+
 def start_method() -> str:
     """`fork` where it is safe and exists, else `spawn`."""
     import torch
 
-    computed = torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    computed = _computed or torch.cuda.is_initialized() or "ipykernel" in sys.modules
     return "fork" if sys.platform == "linux" and not computed else "spawn"
 
 
@@ -240,11 +256,14 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         if int(os.environ["WORLD_SIZE"]) > 1:
             _all_forked()
             join_group(layout)
-        result = work(*args)
+        try:
+            result = work(*args)
+        except Interrupted as interrupted:
+            result = _Ended(interrupted.code - 128)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to save
+        # Not when it fails: the others' lost connections would be reported before the reason is.
+        leave_group()
         return result
-    except Interrupted as interrupted:
-        return _Ended(interrupted.code - 128)
     except SystemExit as left:  # with code 0 and no result, the agent would wait for ever
         raise RuntimeError(f"the worker left with exit code {left.code}") from left
     except Refusal as refusal:
@@ -257,7 +276,6 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
     finally:
         heartbeat.leave()
         end_children()
-        leave_group()
 
 
 def _all_forked() -> None:

@@ -5,7 +5,8 @@ Pure: neither torch nor Lightning is imported, so bad numbers are refused before
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
 
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
@@ -79,6 +80,14 @@ class Layout:
             [(device, run[turn - late[device]]) for device, run in runs.items() if turn >= late[device]]
             for turn in range(longest)
         ]
+
+    def finer(self) -> Iterator[Layout]:
+        """The same step in more pieces, fewest first: of equal size where these are, and as many for each device."""
+        by = self.world if self.pieces % self.world == 0 else 1
+        even = self.batch_size % self.pieces == 0
+        for pieces in range(self.pieces + by, min(self.batch_size, MOST_PIECES) + 1, by):
+            if not even or self.batch_size % pieces == 0:
+                yield replace(self, pieces=pieces)
 
     def describe(self) -> str:
         """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LOG = logging.getLogger("lockstep")
@@ -30,3 +32,16 @@ def configure(folder: Path, rank: int) -> None:
     console.setFormatter(logging.Formatter("%(message)s"))
     LOG.handlers = [console] if rank == 0 else []
     LOG.setLevel(logging.INFO)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For a few steps that only measure: nothing below an error is said."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(before)

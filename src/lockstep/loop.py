@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lockstep.gradients import ExactGradientSum, GradientSum
 from lockstep.heartbeat import beat
+from lockstep.memory import Memory
 from lockstep.nonfinite import Watch
 from lockstep.plan import piece_seed
 from lockstep.running_stats import RunningStats
@@ -34,11 +35,16 @@ class StepLoop(_TrainingEpochLoop):
         gradients: how the gradients of a step's pieces are summed.
         watch: what is done about a gradient that is not finite.
         seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
+        memory: what is done when the device has not enough of it.
     """
 
-    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: Watch, seed: int) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, gradients: GradientSum, watch: Watch, seed: int, memory: Memory | None = None
+    ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_steps, trainer.fit_loop.max_steps)
-        self.automatic_optimization: StepOptimization = StepOptimization(trainer, gradients, watch, seed)
+        self.automatic_optimization: StepOptimization = StepOptimization(
+            trainer, gradients, watch, seed, memory or Memory(gradients.processes)
+        )
         # Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers.
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
 
@@ -50,11 +56,12 @@ class StepLoop(_TrainingEpochLoop):
 class StepOptimization(_AutomaticOptimization):
     """Forward, backward and optimizer step, over the pieces of one share."""
 
-    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: Watch, seed: int) -> None:
+    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: Watch, seed: int, memory: Memory) -> None:
         super().__init__(trainer)
         self.gradients = gradients
         self.watch = watch
         self.seed = seed
+        self.memory = memory
         self.exact = isinstance(gradients, ExactGradientSum)
         self.stats: RunningStats | None = None
         self.resumed: dict[str, Any] = {}
@@ -80,17 +87,31 @@ class StepOptimization(_AutomaticOptimization):
     def _step(self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any) -> ClosureResult:
         """Gradients of the mean loss over the whole step's samples; the returned loss is this process's mean."""
         trainer, share = self.trainer, kwargs["batch"]
-        strategy, results = trainer.strategy, trainer._results
-        assert results is not None
+        strategy = trainer.strategy
+        assert trainer._results is not None
         if self.stats is None:
             self.stats = RunningStats(trainer.lightning_module, strategy, self.gradients.processes, self.exact)
             if self.stats.exact is not None and self.resumed:
                 self.stats.exact.exponents = list(self.resumed["statistics"])
-        stats, gradients = self.stats, self.gradients
-        stats.begin(share)
-        gradients.begin(share)
+        attempt = partial(self._turns, kwargs, lru_cache(zero_grad), backward, self.stats)  # Lightning counts zero_grad
+        share, (losses, extra) = self.memory.take(trainer, share, trainer._results, self.gradients, attempt)
+        self.gradients.finish(share)
+        self.stats.finish(share)
+        if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
+            self.watch.look(trainer.lightning_module, share, losses)
+        return ClosureResult(_mean(losses, strategy.root_device), extra=extra)
+
+    def _turns(
+        self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any, stats: RunningStats, share: Any
+    ) -> tuple[list[tuple[torch.Tensor, int]], dict[str, Any]]:
+        """The forward and backward passes of a share; returns each turn's mean loss and its samples."""
+        trainer, gradients = self.trainer, self.gradients
+        strategy, results = trainer.strategy, trainer._results
+        assert results is not None
         losses: list[tuple[torch.Tensor, int]] = []
         extra: dict[str, Any] = {}
+        stats.begin(share)
+        gradients.begin(share)
         if not share.turns:
             zero_grad()
         for number, turn in enumerate(share.turns):
@@ -115,11 +136,7 @@ class StepOptimization(_AutomaticOptimization):
             losses.append((output.closure_loss.detach(), sum(turn.sizes)))
             extra = output.extra
         kwargs["batch"] = share
-        gradients.finish(share)
-        stats.finish(share)
-        if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
-            self.watch.look(trainer.lightning_module, share, losses)
-        return ClosureResult(_mean(losses, strategy.root_device), extra=extra)
+        return losses, extra
 
     def _time(self, turn: Any, seconds: float) -> None:
         assert self.timed is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
 from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
@@ -29,6 +30,8 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     try:
         if config.strategy["balance"]:
             config = balanced(config, splits, folder)
+        if config.accumulate_grad_batches == "auto":
+            config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except Refusal:
         raise

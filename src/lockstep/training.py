@@ -15,7 +15,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import Subset
 
 from lockstep import checkpoint_io, fast, logs, provenance
-from lockstep.callbacks import Agreement, Heartbeat, Preemption, StandIn
+from lockstep.callbacks import Agreement, FoundPieces, Heartbeat, Preemption, StandIn
+from lockstep.callbacks.found_pieces import kept
 from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
@@ -23,6 +24,7 @@ from lockstep.gradients import ExactGradientSum, GradientSum
 from lockstep.launch import STARTED, Interrupted, restart_count
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
+from lockstep.memory import MIB, Memory
 from lockstep.nonfinite import Watch
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
@@ -113,10 +115,18 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         **config.debug.get("trainer", {}),
     )
     # one piece has no order to depend on
+    auto = config.accumulate_grad_batches == "auto"
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        trainer.strategy, layout.processes
+        trainer.strategy, layout.processes, late=auto
     )
-    trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, Watch(config.nonfinite, layout.processes), config.seed)
+    budget = None if config.memory_budget is None else config.memory_budget * MIB
+    trainer.fit_loop.epoch_loop = StepLoop(
+        trainer,
+        gradients,
+        Watch(config.nonfinite, layout.processes),
+        config.seed,
+        Memory(layout.processes, budget, repeats=auto and not layout.exact),
+    )
     return trainer
 
 
@@ -130,6 +140,8 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path) -> str:
     """The start-up line."""
     plan = Plan(len(splits.train), config.batch_size, config.layout.pieces, config.seed)
     exact = ", exact" if config.exact else ""
+    auto = config.accumulate_grad_batches == "auto"
+    found = f", accumulate_grad_batches={config.layout.accumulate} is the least that fits" if auto else ""
     scaled = (
         f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
         if config.lr_scaling != "none"
@@ -137,7 +149,7 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path) -> str:
     )
     shown = os.path.relpath(folder)
     return (
-        f"{config.layout.describe()}{exact} | {plan.steps_per_epoch} steps per epoch, {steps} in all | "
+        f"{config.layout.describe()}{found}{exact} | {plan.steps_per_epoch} steps per epoch, {steps} in all | "
         f"lr {config.step_lr:g}{scaled} | {shown if not shown.startswith('..') else folder}"
     )
 
@@ -153,11 +165,14 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if config.debug.get("one_batch"):
         splits = replace(splits, train=first_batch(config, splits.train))
     module = make_module(config, splits)
+    checkpoint = _checkpoint_to_resume(config, folder)
+    resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
+    config = replace(config, layout=kept(config, resumed) or config.layout)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank
     callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder), Preemption(folder)]
-    checkpoint = _checkpoint_to_resume(config, folder)
-    resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
+    if config.accumulate_grad_batches == "auto":
+        callbacks.append(FoundPieces(data))
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config.optimizer)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
@@ -270,6 +285,8 @@ class Run:
         self.metrics.update(_numbers(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
         self.steps, self.epochs = self.trainer.global_step, self.trainer.current_epoch
+        layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
+        self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""

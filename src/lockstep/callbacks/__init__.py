@@ -4,9 +4,20 @@ from lockstep.callbacks.agreement import Agreement
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
+from lockstep.callbacks.found_pieces import FoundPieces
 from lockstep.callbacks.heartbeat import Heartbeat
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.stand_in import StandIn
 from lockstep.callbacks.throughput import Throughput
 
-__all__ = ["Agreement", "Checkpoint", "Console", "Dashboard", "Heartbeat", "Preemption", "StandIn", "Throughput"]
+__all__ = [
+    "Agreement",
+    "Checkpoint",
+    "Console",
+    "Dashboard",
+    "FoundPieces",
+    "Heartbeat",
+    "Preemption",
+    "StandIn",
+    "Throughput",
+]

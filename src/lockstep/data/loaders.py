@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,27 +17,30 @@ from lockstep.layout import Layout
 from lockstep.plan import Plan, chunks, cuts
 
 At = tuple[int, int]
+Cut = tuple[int, int, int]
 
 
 class StepSampler(Sampler[Any]):
-    """Yields `(epoch, index)` of the epoch's remaining steps.
+    """Yields `(epoch, index, pieces)` of the epoch's remaining steps.
 
     Args:
         steps_taken: tells how many optimizer steps the run has made. It is asked when iteration begins and not before,
             so a resumed run goes on where it stopped; Lightning would start its loader at batch 0.
+        pieces: tells into how many pieces a step is cut. It is asked at each step: memory may run out in mid-training.
     """
 
-    def __init__(self, plan: Plan, steps_taken: Callable[[], int]) -> None:
+    def __init__(self, plan: Plan, steps_taken: Callable[[], int], pieces: Callable[[], int]) -> None:
         self.plan = plan
         self.steps_taken = steps_taken
+        self.pieces = pieces
 
     def __len__(self) -> int:
         return self.plan.steps_per_epoch
 
-    def __iter__(self) -> Iterator[At]:
+    def __iter__(self) -> Iterator[Cut]:
         epoch, start = self.plan.position(self.steps_taken())
         for index in range(start, len(self)):
-            yield epoch, index
+            yield epoch, index, self.pieces()
 
 
 class StepDataset:
@@ -52,14 +56,15 @@ class StepDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, at: At) -> Share:
-        epoch, index = at
+    def __getitems__(self, at: Cut) -> Share:
+        epoch, index, cut = at
         ids = self.plan.step(epoch, index)
-        mine, pieces, everyone = _share(self.layout, self.process, len(ids))
+        layout = self.layout if cut == self.layout.pieces else replace(self.layout, pieces=cut)
+        mine, pieces, everyone = _share(layout, self.process, len(ids))
         turns = [
             self._turn(epoch, np.concatenate([ids[start:stop] for _, _, start, stop in turn]), turn) for turn in mine
         ]
-        return Share(turns, len(ids), pieces, epoch, epoch * self.plan.steps_per_epoch + index, everyone)
+        return Share(turns, len(ids), pieces, epoch, epoch * self.plan.steps_per_epoch + index, everyone, cut)
 
     def _turn(self, epoch: int, ids: Any, turn: list[tuple[int, int, int, int]]) -> Turn:
         seed = self.plan.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -49,7 +50,8 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         dataset = StepDataset(self.splits.train, self.plan, self.layout, self.process, self.splits.augment)
-        sampler = StepSampler(self.plan, lambda: 0 if self.trainer is None else self.trainer.global_step)
+        taken = lambda: 0 if self.trainer is None else self.trainer.global_step  # noqa: E731
+        sampler = StepSampler(self.plan, taken, lambda: self.layout.pieces)
         return self._loader(dataset, sampler, keep_workers=True)
 
     def val_dataloader(self) -> Any:
@@ -65,6 +67,12 @@ class DataModule(pl.LightningDataModule):
         """Whether this process has no sample of `val` or `test` to evaluate. It then gets one all the same, so that it
         joins every collective, and its result must be forgotten."""
         return not own_chunks(len(getattr(self.splits, split)), self.layout, self.process)
+
+    def recut(self, share: Share, pieces: int) -> Share:
+        """A step's share in another number of pieces, fetched again; it lies where the samples' loader puts it."""
+        layout = replace(self.layout, pieces=pieces)
+        dataset = StepDataset(self.splits.train, self.plan, layout, self.process, self.splits.augment)
+        return dataset.__getitems__((*self.plan.position(share.step), pieces))
 
     def _evaluation(self, split: str) -> DataLoader[Any]:
         dataset = getattr(self.splits, split)

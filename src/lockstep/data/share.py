@@ -68,20 +68,24 @@ class Share:
         turns: the turns that have a sample; none where the step has fewer samples than processes.
         samples: samples of the whole step, over all processes.
         pieces: pieces of the whole step that have a sample.
+        cut: pieces that the whole step was cut into.
         epoch: 0-based.
         step: the optimizer step since the run began, 0-based.
         everyone: whether every process has a sample in this step.
     """
 
-    __slots__ = ("epoch", "everyone", "pieces", "samples", "step", "turns")
+    __slots__ = ("cut", "epoch", "everyone", "pieces", "samples", "step", "turns")
 
-    def __init__(self, turns: list[Turn], samples: int, pieces: int, epoch: int, step: int, everyone: bool) -> None:
+    def __init__(
+        self, turns: list[Turn], samples: int, pieces: int, epoch: int, step: int, everyone: bool, cut: int
+    ) -> None:
         self.turns = turns
         self.samples = samples
         self.pieces = pieces
         self.epoch = epoch
         self.step = step
         self.everyone = everyone
+        self.cut = cut
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Share:
         """A share whose tensors lie on `device`."""
@@ -92,4 +96,4 @@ class Share:
         return self._with([turn.pin_memory() for turn in self.turns])
 
     def _with(self, turns: list[Turn]) -> Share:
-        return Share(turns, self.samples, self.pieces, self.epoch, self.step, self.everyone)
+        return Share(turns, self.samples, self.pieces, self.epoch, self.step, self.everyone, self.cut)

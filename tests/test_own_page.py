@@ -1,0 +1,69 @@
+"""docs/own.md, followed literally: its files are written, its commands are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, summary_of
+from sklearn.metrics import f1_score
+
+from lockstep.data import open_data
+
+BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The run folders of the page's commands, in its order, in a fresh copy of the template."""
+    page = (ROOT / "docs" / "own.md").read_text()
+    project = tmp_path_factory.mktemp("project")
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, project / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    blocks = BLOCK.findall(page)
+    assert len(blocks) == page.count("```") // 2 == 6  # none is left out
+    for name, text in blocks:
+        with (project / name).open("a") as file:
+            file.write(text + "\n\n")
+    for command in COMMAND.findall(page):
+        words = [sys.executable, *shlex.split(command)[1:]]
+        run = subprocess.run(
+            words, cwd=project, env=os.environ, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert run.returncode == 0, f"{command}\n{run.stderr}"
+    return sorted((project / "outputs").glob("*/*"), key=lambda folder: folder.name)
+
+
+def test_the_model_trains_on_two_devices(followed: list[Path]) -> None:
+    summary = summary_of(followed[0])
+    assert summary["model"] == "mine"
+    assert (summary["layout"]["strategy"], summary["layout"]["pieces"]) == ("ddp", 4)
+    assert summary["metrics"]["test/acc"] > 0.8
+
+
+def test_the_data_is_learnt(followed: list[Path]) -> None:
+    summary = summary_of(followed[1])
+    assert (summary["data"], summary["metrics"]["test/acc"]) == ("stripes", 1.0)
+
+
+def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
+    """It is that of the validation set as a whole, though two processes had half of it each."""
+    folder = followed[2]
+    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    splits = open_data({"_target_": "lockstep.data.digits", "val_fraction": 0.1}, "data")
+    images, labels = splits.val.__getitems__(range(len(splits.val)))
+    x = (images.flatten(1) / 255 - splits.spec.mean[0]) / splits.spec.std[0]
+    found = (x @ state["net.1.weight"].T + state["net.1.bias"]).argmax(1)
+    logged = summary_of(folder)["metrics"]
+    assert logged["val/f1"] == pytest.approx(f1_score(labels, found, average="macro"), abs=1e-6)
+    halves = [f1_score(labels[part], found[part], average="macro") for part in (slice(90), slice(90, None))]
+    assert abs(logged["val/f1"] - sum(halves) / 2) > 1e-4  # the control: the mean of two halves is another number
+    assert (folder / "checkpoints" / "best.ckpt").exists()
