@@ -197,6 +197,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Call
         "log_every": config.log_every,
         "record": recorded,
         "config": config.raw,
+        "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
     return [build(f"callbacks.{name}", options, **offers) for name, options in config.callbacks.items() if options]

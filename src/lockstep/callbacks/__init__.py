@@ -5,8 +5,19 @@ from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.heartbeat import Heartbeat
+from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.stand_in import StandIn
 from lockstep.callbacks.throughput import Throughput
 
-__all__ = ["Agreement", "Checkpoint", "Console", "Dashboard", "Heartbeat", "Preemption", "StandIn", "Throughput"]
+__all__ = [
+    "Agreement",
+    "Checkpoint",
+    "Console",
+    "Dashboard",
+    "Heartbeat",
+    "Pictures",
+    "Preemption",
+    "StandIn",
+    "Throughput",
+]
