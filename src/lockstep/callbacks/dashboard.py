@@ -135,7 +135,7 @@ class Dashboard(Callback):
         found = trainer.callback_metrics
         self._final |= {tag: float(found[tag]) for tag in first_page.FINAL if tag in found}
         if (speed := self._meter.samples_per_second) is not None:
-            self._final |= {"samples_per_second": speed, "seconds": self._meter.seconds}
+            self._final |= {"throughput/samples_per_second": speed, "time/seconds": self._meter.seconds}
         for board in boards(trainer):
             first_page.write_row(board.log_dir, self.config, self._final, trainer.global_step)
 

@@ -43,7 +43,7 @@ def write(
     writer.add_custom_scalars({"lockstep": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
     step = trainer.global_step
     if headline is not None:
-        writer.add_text("run", f"```\n{headline}\n```", step)
+        writer.add_text("about", f"```\n{headline}\n```", step)
     if config is not None:
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
         writer.add_text("config", f"```yaml\n{text}```", step)
@@ -65,7 +65,8 @@ def write_row(folder: str, config: Mapping[str, Any], metrics: Mapping[str, floa
     with SummaryWriter(f"{folder}/final") as writer:
         files = writer._get_file_writer()
         assert files is not None
-        trial = os.path.relpath(Path(folder).parent, str(config.get("outputs", ".")))
+        run = Path(os.path.relpath(Path(folder).parent, str(config.get("outputs", "."))))
+        trial = f"{run.name} of {run.parent}"  # the page shows its beginning
         files.add_summary(summary_v2.hparams_pb(dict(hyper_parameters(config)), trial_id=trial))
         for tag, value in metrics.items():
             writer.add_scalar(f"final/{tag}", value, step)

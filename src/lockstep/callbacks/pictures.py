@@ -117,7 +117,7 @@ def _draw(writer: Any, found: Verdicts, split: str, step: int, own: torch.Tensor
     if mistakes := found.mistakes():
         images = found.images[:mistakes, : 3 if found.spec.channels >= 3 else 1].permute(0, 2, 3, 1).cpu()
         captions = [
-            (f"{classes[said]} ({sure:.0%})", f"is {classes[truth]}")
+            (f"said {classes[said]} ({sure:.0%})", f"is {classes[truth]}")
             for said, sure, truth in zip(
                 found.predictions.tolist(), found.probabilities.tolist(), found.labels.tolist(), strict=True
             )

@@ -64,7 +64,8 @@ class Throughput(Callback):
         self._next = 1  # optimizer step to be measured next
         self._wait = 0.0
         self._end = 0.0  # when the last step ended
-        self._marks: list[tuple[float, int]] = []  # (clock, samples seen) after the first step and after the warm-up
+        self._counted = 0  # samples of this process's steps: loading a checkpoint to test it moves samples_seen
+        self._marks: list[tuple[float, int]] = []  # (clock, samples counted) after the first step and after the warm-up
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
         self._losses: torch.Tensor | None = None
         self._split = StepSplit()
@@ -84,7 +85,7 @@ class Throughput(Callback):
         if self.steps < 2:
             return None
         clock, samples = self._marks[-1] if self.steps >= 2 * self.warmup else self._marks[0]
-        return (self.samples_seen - samples) / max(self._end - clock, 1e-9)
+        return (self._counted - samples) / max(self._end - clock, 1e-9)
 
     def due(self, trainer: Trainer, step: int) -> bool:
         """Whether optimizer step `step` (1 is a run's first) is measured when it ends; asked in that step."""
@@ -126,6 +127,7 @@ class Throughput(Callback):
         self.steps += 1
         samples = _samples(batch, trainer.world_size)
         self.samples_seen += samples
+        self._counted += samples
         if self._splitting:
             self._split.end()
             self._splitting, self._split_samples = False, _own_samples(batch, samples)
@@ -137,7 +139,7 @@ class Throughput(Callback):
             self._measure(trainer, pl_module, step)
         self.edge = self._end = self._clock()
         if self.steps in (1, self.warmup):
-            self._marks.append((self._end, self.samples_seen))
+            self._marks.append((self._end, self._counted))
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = self.seconds
 
