@@ -57,6 +57,7 @@ class Throughput(Callback):
         self.fresh = False
         self.samples_seen = 0
         self.edge = 0.0  # when the loop last turned to its loader
+        self.wait = 0.0  # seconds that the step under way has waited for its batch
         self.seconds_to_first_step: float | None = None
         self.steps = 0  # of this process
         self._away = 0.0  # seconds spent in validation: our clock stands still meanwhile
@@ -102,12 +103,12 @@ class Throughput(Callback):
         self.edge = self._clock()  # skipped by Lightning when an epoch is resumed in its middle
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        wait = self._clock() - self.edge
-        self._wait += wait
+        self.wait = self._clock() - self.edge
+        self._wait += self.wait
         second = self.steps == self._before[2] + 1
         if second or (not self._split_done and self.due(trainer, trainer.global_step + 1)):
             self._splitting = self._split_done = True
-            self._split.begin(trainer, pl_module, wait)
+            self._split.begin(trainer, pl_module, self.wait)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         if self._splitting:
