@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -191,6 +191,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Callback]:
     """The callbacks that the config names."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
         "folder": folder,
         "every": config.checkpoint_every,
