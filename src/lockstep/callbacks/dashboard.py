@@ -31,13 +31,13 @@ class Dashboard(Callback):
     start-up line and config as text, the model's graph, a row of the HParams page.
 
     Args:
-        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS.
         config: resolved config, plain containers; None: no text and no HParams row.
         headline: the run in one line; None: no such text.
+        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS.
     """
 
     def __init__(
-        self, histograms: bool = False, config: Mapping[str, Any] | None = None, headline: str | None = None
+        self, config: Mapping[str, Any] | None = None, headline: str | None = None, histograms: bool = False
     ) -> None:
         self.histograms = flag("callbacks.dashboard.histograms", histograms)
         self.config = config
