@@ -76,8 +76,6 @@ def software() -> Found:
         if not asked.specifier.contains(found[asked.name].partition("+")[0], prereleases=True):
             wrong = f"{asked.name} is {found[asked.name]}, {asked.specifier} is needed"
             problems.append((wrong, "make setup, or pip install -e ."))
-    if sys.version_info < (3, 11):
-        problems.append((f"Python is {platform.python_version()}, 3.11 is needed", "make setup PYTHON=python3.12"))
     shown = ", ".join(f"{name} {found[name]}" for name in ("torch", "lightning", "hydra-core") if name in found)
     return [f"Python {platform.python_version()}, {shown}, {platform.system()} {platform.release()}"], problems
 
@@ -118,7 +116,9 @@ def memory() -> Found:
         space = shutil.disk_usage(folder).free / GIB
         facts.append(f"{space:.1f} GiB of disk for {name} in {folder}")
         if space < DISK_GIB:
-            problems.append((f"{space:.1f} GiB of disk are free for {name} in {folder}", "clear it, or outputs=<elsewhere>"))
+            problems.append(
+                (f"{space:.1f} GiB of disk are free for {name} in {folder}", "clear it, or outputs=<elsewhere>")
+            )
         if not os.access(folder, os.W_OK):
             problems.append((f"{folder} can't be written ({name})", "outputs=<a folder of yours>, or set TMPDIR"))
     import resource
@@ -139,7 +139,8 @@ def gpus() -> Found:
     problems: list[Problem] = []
     seen = _run(sys.executable, "-c", "import torch; print(torch.cuda.device_count(), torch.version.cuda)").split()
     if not seen or seen[0] != str(len(facts)):
-        wrong = f"nvidia-smi lists {len(facts)} GPUs, torch (CUDA {seen[-1] if seen else '?'}) sees {seen[0] if seen else 0}"
+        count, cuda = seen if len(seen) == 2 else ("0", "?")
+        wrong = f"nvidia-smi lists {len(facts)} GPUs, torch (CUDA {cuda}) sees {count}"
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         cure = f"CUDA_VISIBLE_DEVICES={hidden} hides some" if hidden is not None else "install a torch for this driver"
         problems.append((wrong, cure))
@@ -156,7 +157,9 @@ def network() -> Found:
             probe.bind(("127.0.0.1", 0))
             fact = f"port {probe.getsockname()[1]} is free on 127.0.0.1"
         except OSError as error:
-            return [], [(f"no port can be opened on 127.0.0.1 ({error.strerror})", "bring the loopback up: ip link set lo up")]
+            return [], [
+                (f"no port can be opened on 127.0.0.1 ({error.strerror})", "bring the loopback up: ip link set lo up")
+            ]
     started = time.perf_counter()
     try:
         socket.getaddrinfo(socket.gethostname(), None)
@@ -183,7 +186,9 @@ def all_reduce() -> Found:
     for backend in backends:
         rows = measure(backend)
         if isinstance(rows, str):
-            cure = "see NCCL_DEBUG=INFO" if backend == "nccl" else "is the loopback up, does a firewall stop local ports?"
+            cure = (
+                "see NCCL_DEBUG=INFO" if backend == "nccl" else "is the loopback up, does a firewall stop local ports?"
+            )
             problems.append((f"two workers can't all-reduce over {backend}: {rows}", cure))
             continue
         size, seconds = SIZES[-1], rows[-1]
@@ -191,19 +196,26 @@ def all_reduce() -> Found:
         shown = ", ".join(f"{_bytes(size)} {took * 1000:.2f} ms" for size, took in zip(SIZES, rows, strict=True))
         facts.append(f"2 workers over {backend}: {shown} ({rate:,.0f} MB/s)")
         if rate < FEWEST_MB_PER_SECOND:
-            problems.append((f"{backend} moves {rate:.0f} MB/s between two workers of one machine", "is it busy? ddp will not pay"))
+            problems.append(
+                (f"{backend} moves {rate:.0f} MB/s between two workers of one machine", "is it busy? ddp will not pay")
+            )
     return facts, problems
 
 
 def measure(backend: str) -> list[float] | str:
-    """Median seconds by size, or what went wrong. The workers are processes of their own: this one stays free of CUDA."""
+    """Median seconds by size, or what went wrong. The workers are processes of their own: this one needs no CUDA."""
     with _rendezvous() as file:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", backend, file]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         workers = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen(
+                worker_command(backend, file, rank),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
             for rank in range(2)
         ]
         try:
@@ -218,6 +230,10 @@ def measure(backend: str) -> list[float] | str:
         lines = [line for _, errors in said for line in errors.strip().splitlines() if "Error" in line]
         return lines[-1] if lines else "a worker died"
     return [float(number) for number in said[0][0].split()]
+
+
+def worker_command(backend: str, file: str, rank: int) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--worker", backend, file, str(rank)]
 
 
 def worker(backend: str, file: str, rank: int) -> None:

@@ -36,6 +36,9 @@ NEEDED = ("onnx", "onnxscript")
 class Deployed(nn.Module):
     """Raw images to probabilities."""
 
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, net: nn.Module, spec: Spec) -> None:
         super().__init__()
         self.net = net
@@ -52,7 +55,9 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     form = choice("torch", "onnx")("format", raw.pop("format"))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
     if missing:
-        raise Refusal(f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not")
+        raise Refusal(
+            f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not"
+        )
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
     config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), {**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
@@ -62,7 +67,9 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     run = (write_torch if form == "torch" else write_onnx)(model, example, path)
     apart = difference(model, run, spec)
     if not apart <= TOLERANCE:
-        raise RuntimeError(f"{path}: its probabilities differ from the model's by {apart:.1e}, more than {TOLERANCE:.0e}")
+        raise RuntimeError(
+            f"{path}: its probabilities differ from the model's by {apart:.1e}, more than {TOLERANCE:.0e}"
+        )
     about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": apart}
     path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {apart:.1e} on batches of {', '.join(map(str, BATCHES))}")

@@ -614,7 +614,7 @@ def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
     trainer_with(tmp_path, Throughput(log_every=3), Dashboard({"lr": 1}), logger=logger).fit(Counting(), **loaders())
     text = (tmp_path / "csv" / "metrics.csv").read_text()
     header, *rows = text.splitlines()
-    assert {"train/loss", "grad_norm", "samples", "step", "val/acc"} <= set(header.split(","))
+    assert {"train/loss", "grad_norm", "samples", "step", "val/acc", "split/compute"} <= set(header.split(","))
     assert len(rows) == 4  # three measurements, one validation
     assert "by_samples" not in header
 

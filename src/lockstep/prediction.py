@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,8 +62,8 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
 
 
 class Predictor(pl.LightningModule):
-    """Any module whose `forward` maps images to logits or log-probabilities. A test collects `found`: for each batch ids
-    int64 [n] and probabilities float64 [n, C]. (Lightning's `predict` would replace our loader's batches.)"""
+    """Any module whose `forward` maps images to logits or log-probabilities. A test collects `found`: for each batch
+    ids int64 [n] and probabilities float64 [n, C]. (Lightning's `predict` would replace our loader's batches.)"""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -93,7 +92,12 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         dist.all_gather_object(parts, predictor.found)
     summary = summarise(config, folder, "completed", None)
     if rank == 0:
-        found = {int(i): row for part in parts for ids, rows in part for i, row in zip(ids.tolist(), rows.tolist(), strict=True)}
+        found = {
+            int(i): row
+            for part in parts
+            for ids, rows in part
+            for i, row in zip(ids.tolist(), rows.tolist(), strict=True)
+        }
         broken = write(folder / "predictions.csv", splits.test, splits.spec.classes, found)
         summary |= {"images": len(splits.test), "broken": broken}
         write_summary(folder / "summary.json", summary)
@@ -105,8 +109,8 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 
 
 def write(path: Path, images: ImageFiles, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
-    """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row is
-    empty, since they could not be decoded."""
+    """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row
+    is empty, since they could not be decoded."""
     classes, broken = list(classes), []
     with replacing(path) as binary:
         text = io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)

@@ -1,4 +1,4 @@
-"""What TensorBoard shows at first sight: a page of the curves that matter, the run as text, its graph, its HParams row."""
+"""What TensorBoard shows at first sight: a page of the curves that matter, the run as text, its graph, its HParams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from torch.utils.tensorboard import SummaryWriter
 
 LOG = logging.getLogger("lockstep.dashboard")  # to train.log only
 FINAL = ("val/acc", "val/loss", "test/acc", "test/loss")  # what the HParams page compares runs by, beside the speed
-LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # of the config: no hyper-parameter
+LEFT_OUT = (
+    "callbacks",
+    "logger",
+    "debug",
+    "outputs",
+    "data_dir",
+    "resume",
+    "name",
+)  # of the config: no hyper-parameter
 
 # Title -> tags (regular expressions); a chart each, all on one page.
 CHARTS = {
@@ -88,7 +96,7 @@ def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tup
 def _example(trainer: Trainer, module: LightningModule) -> torch.Tensor | None:
     """An input of the module: its own, else an image of the data's shape."""
     if isinstance(module.example_input_array, torch.Tensor):
-        return module.example_input_array.to(module.device, module.dtype)
+        return module.example_input_array.to(next(module.parameters()))
     spec = getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
     if spec is None:
         return None

@@ -21,9 +21,9 @@ MOST_CURVES = 20  # precision-recall curves; above, only the one over all classe
 class Pictures(Callback):
     """Draws on TensorBoard after the test, and after a validation now and then.
 
-    It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and gets
-    logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts its
-    samples, and rank zero draws.
+    It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
+    gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
+    its samples, and rank zero draws.
 
     Args:
         seconds: least time between two validations that are drawn.

@@ -24,8 +24,8 @@ OURS = ("ProfilerStep", "step: ")  # what stands in the trace beside operations
 
 
 class Profile(Callback):
-    """Writes `profile/summary.txt`, one page, and `profile/trace.json` (for ui.perfetto.dev or chrome://tracing) of rank
-    zero, and says the page. To be listed below Throughput, by whose clock a step waits for its data.
+    """Writes `profile/summary.txt`, one page, and `profile/trace.json` (for ui.perfetto.dev or chrome://tracing) of
+    rank zero, and says the page. To be listed below Throughput, by whose clock a step waits for its data.
 
     The page's parts of a step (see `StepSplit`) are medians of steps that run without the profiler, which slows small
     operations down; its operations and the trace are of as many steps under it.
@@ -128,17 +128,21 @@ class Profile(Callback):
         on_gpu = torch.cuda.is_initialized()
         events = [event for event in profiler.key_averages() if not event.key.startswith(OURS)]
         where = "device" if on_gpu else "cpu"
-        times = sorted(((getattr(event, f"self_{where}_time_total"), event) for event in events), key=lambda row: -row[0])
+        times = sorted(
+            ((getattr(event, f"self_{where}_time_total"), event) for event in events), key=lambda row: -row[0]
+        )
         total = sum(time for time, _ in times) or 1.0
+        device = "GPU" if on_gpu else "CPU"
         lines = [
             *self._parts(trainer),
             "",
-            f"operations of {self.steps} steps under the profiler, by their own time on the {'GPU' if on_gpu else 'CPU'}",
+            f"operations of {self.steps} steps under the profiler, by their own time on the {device}",
             "    share   ms a step   calls a step   operation",
-            *(
-                f"   {time / total:6.1%}  {time / 1000 / self.steps:10.3f}  {event.count / self.steps:13.1f}   {event.key[:60]}"
-                for time, event in times[: self.rows]
-            ),
+        ]
+        for time, event in times[: self.rows]:
+            each = f"{time / 1000 / self.steps:10.3f}  {event.count / self.steps:13.1f}"
+            lines.append(f"   {time / total:6.1%}  {each}   {event.key[:60]}")
+        lines += [
             "",
             f"every operation in time: open {folder / 'trace.json'} on ui.perfetto.dev or in chrome://tracing",
         ]
