@@ -609,6 +609,20 @@ def test_the_gradient_norm_is_that_of_the_step(tmp_path: Path) -> None:
     assert [norm for _, norm in shown] == pytest.approx([norms[0], norms[3], norms[5]])
 
 
+def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> None:
+    class Logging(Plain):
+        def training_step(self, batch: FakeShare, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss, batch_size=SIZE)
+            return loss
+
+    options: dict[str, Any] = {"logger": board(tmp_path), "log_every_n_steps": 2, "epochs": 2}
+    trainer_with(tmp_path, Throughput(log_every=2), Dashboard({"lr": 1}), **options).fit(Logging(), **loaders())
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 3, 5, 7, 9, 11]  # Lightning's
+    by_samples = scalars(tmp_path / "tensorboard" / "by_samples")["train_by_samples/loss"]
+    assert [samples for samples, _ in by_samples] == [4, 8, 16, 24, 32, 40, 48]
+
+
 def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="csv")
     trainer_with(tmp_path, Throughput(log_every=3), Dashboard({"lr": 1}), logger=logger).fit(Counting(), **loaders())

@@ -81,7 +81,8 @@ class Dashboard(Callback):
         if self._meter.fresh and trainer.is_global_zero:
             with aside(trainer):
                 step = {tag: float(value) for tag, value in self._step.items()}
-                self._write(trainer, {**self._meter.latest, **step})
+                own = set() if hasattr(pl_module, "train_totals") else set(trainer.callback_metrics)
+                self._write(trainer, {**self._meter.latest, **step}, skip=own)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -90,7 +91,6 @@ class Dashboard(Callback):
         confusion = getattr(pl_module, "confusion", None)
         if confusion is not None and len(confusion) <= MOST_CLASSES:
             metrics |= by_class(confusion, _classes(trainer, len(confusion)), "val_class")
-        # What the module itself logs to the loggers is there already, by Lightning's hand.
         self._write(trainer, metrics, skip=set(trainer.logged_metrics))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,7 +99,8 @@ class Dashboard(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_final(trainer)
 
-    def _write(self, trainer: Trainer, metrics: Mapping[str, float], skip: Iterable[str] = ()) -> None:
+    def _write(self, trainer: Trainer, metrics: Mapping[str, float], skip: Iterable[str]) -> None:
+        """`skip`: what the module itself logs against steps. It is there already, by Lightning's hand."""
         samples = self._meter.samples_seen
         by_step = {tag: value for tag, value in metrics.items() if tag not in skip}
         by_samples = {
