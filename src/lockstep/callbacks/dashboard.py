@@ -45,6 +45,7 @@ class Dashboard(Callback):
         self._meter: Throughput
         self._pace = Pace(HISTOGRAM_SECONDS)
         self._final: dict[str, float] = {}
+        self._drawn = False  # the graph
         self._by_samples: list[Any] = []
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
@@ -60,7 +61,7 @@ class Dashboard(Callback):
             return
         for board in boards(trainer):
             with aside(trainer):
-                first_page.write(board.experiment, trainer, pl_module, self.config, self.headline)
+                first_page.write(board.experiment, trainer.global_step, self.config, self.headline)
             if self.config is not None:
                 first_page.write_row(board.log_dir, self.config, {}, trainer.global_step)
             # In a folder of its own: what a resumed run purges after a step must not be measured in samples.
@@ -92,6 +93,13 @@ class Dashboard(Callback):
         if confusion is not None and len(confusion) <= MOST_CLASSES:
             metrics |= by_class(confusion, _classes(trainer, len(confusion)), "val_class")
         self._write(trainer, metrics, skip=set(trainer.logged_metrics))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self._drawn:  # not earlier: nobody waits for it before the first step
+            self._drawn = True
+            with aside(trainer):
+                for board in boards(trainer):
+                    first_page.add_graph(board.experiment, trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_final(trainer)

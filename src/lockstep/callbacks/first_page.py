@@ -40,24 +40,14 @@ CHARTS = {
 }
 
 
-def write(
-    writer: SummaryWriter,
-    trainer: Trainer,
-    module: LightningModule,
-    config: Mapping[str, Any] | None,
-    headline: str | None,
-) -> None:
-    """Page, texts and graph, of rank zero, when training starts."""
+def write(writer: SummaryWriter, step: int, config: Mapping[str, Any] | None, headline: str | None) -> None:
+    """Page and texts."""
     writer.add_custom_scalars({"lockstep": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
-    step = trainer.global_step
     if headline is not None:
         writer.add_text("about", f"```\n{headline}\n```", step)
     if config is not None:
         text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
         writer.add_text("config", f"```yaml\n{text}```", step)
-    example = _example(trainer, module)
-    if example is not None:
-        _add_graph(writer, module, example)
 
 
 def write_row(folder: str, config: Mapping[str, Any], metrics: Mapping[str, float], step: int) -> None:
@@ -104,10 +94,13 @@ def _example(trainer: Trainer, module: LightningModule) -> torch.Tensor | None:
     return torch.zeros(shape, device=module.device, dtype=next(module.parameters()).dtype)
 
 
-def _add_graph(writer: SummaryWriter, module: LightningModule, example: torch.Tensor) -> None:
-    """In evaluation mode, so that neither running statistics nor random state move."""
+def add_graph(writer: SummaryWriter, trainer: Trainer, module: LightningModule) -> None:
+    """The model, traced in evaluation mode, so that neither running statistics nor random state move. It takes as long
+    as a few steps."""
     try:
-        with torch.no_grad():
-            writer.add_graph(module, example, use_strict_trace=False)
+        example = _example(trainer, module)
+        if example is not None:
+            with torch.no_grad():
+                writer.add_graph(module, example, use_strict_trace=False)
     except Exception as error:  # what can't be traced is anybody's guess, and training goes on without a picture
         LOG.info("no graph of the model: %s", str(error).partition("\n")[0])
