@@ -6,10 +6,10 @@ STAMP  := .venv/.from-lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint lock clean
+.PHONY: help setup train dashboard test lint lock clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv from requirements.lock; again only when the lock or pyproject.toml changes
 
@@ -23,6 +23,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)
+
+dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
+	@$(BIN)/tensorboard --logdir outputs --host 127.0.0.1 $(ARGS)
 
 test: setup ## the whole suite; ARGS='-m "not slow"' leaves the whole-run proofs out
 	@$(BIN)/python -m pytest $(ARGS)

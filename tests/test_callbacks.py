@@ -416,6 +416,42 @@ def test_validation_is_not_training_time(tmp_path: Path) -> None:
     assert meter.seconds > 1
 
 
+def test_a_step_is_taken_apart(tmp_path: Path) -> None:
+    class Slow(Plain):
+        def training_step(self, batch: FakeShare, batch_idx: int) -> Tensor:
+            time.sleep(0.03)
+            return super().training_step(batch, batch_idx)
+
+        def on_before_backward(self, loss: Tensor) -> None:  # after the callbacks' hook of this name
+            time.sleep(0.05)
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            time.sleep(0.01)
+
+    steps = Steps()
+    trainer_with(tmp_path, Throughput(log_every=4), steps).fit(Slow(), Loader(seconds=0.02))
+    assert list(steps.seen) == [1, 4, 6]
+    for seen in steps.seen.values():
+        parts = {tag.removeprefix("split/"): value for tag, value in seen.items() if tag.startswith("split/")}
+        assert list(parts) == ["data_wait", "all_reduce", "other", "compute"]
+        assert 0.015 < parts["data_wait"] < 0.04
+        assert 0.08 < parts["compute"] < 0.12
+        assert parts["all_reduce"] == 0
+        assert 0.01 < parts["other"] < 0.03
+    assert "rank_speed/0" not in steps.seen[4]
+
+
+def test_speed_is_that_of_training_whatever_is_loaded_to_be_tested(tmp_path: Path) -> None:
+    meter = Throughput()
+    trainer = trainer_with(tmp_path, meter, Checkpoint(), epochs=3)  # the best is that of the second epoch
+    trainer.fit(Plain(), **loaders())
+    before = meter.samples_per_second
+    trainer.test(Plain(), Loader(1), ckpt_path=str(tmp_path / "checkpoints" / "best.ckpt"), verbose=False)
+    assert meter.samples_per_second == before
+    assert meter.samples_seen == 2 * STEPS * SIZE
+
+
 class Steps(pl.Callback):
     """Which steps were measured, and what was measured."""
 
@@ -550,17 +586,14 @@ def test_curves_against_steps_and_against_samples(tmp_path: Path) -> None:
     assert curves["val/acc"] == [(6, 0.5), (12, 0.75)]
     assert by_samples["val_by_samples/acc"] == [(24, 0.5), (48, 0.75)]
     assert curves["val_class/0"] == [(6, 0.75), (12, 0.75)]
-    assert curves["final/val/acc"] == [(12, 0.75)]
-    assert curves["final/test/acc"] == [(12, 0.5)]
+    final = scalars(tmp_path / "tensorboard" / "final")
+    assert final["final/val/acc"] == [(12, 0.75)]
+    assert final["final/test/acc"] == [(12, 0.5)]
     for tag in ("lr", "grad_norm", "time/step", "time/data_wait", "memory/peak_gib", "throughput/samples_per_second"):
         assert [step for step, _ in curves[tag]] == [1, 3, 6, 9, 12]
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
     assert "config/text_summary" in tags["tensors"]
     assert "hp_metric" not in curves
-    (events,) = sorted((tmp_path / "tensorboard").glob("events*"))[:1]
-    content = events.read_bytes()
-    assert b"session_start_info" in content
-    assert b"model.name" in content
 
 
 def test_the_gradient_norm_is_that_of_the_step(tmp_path: Path) -> None:
@@ -576,12 +609,26 @@ def test_the_gradient_norm_is_that_of_the_step(tmp_path: Path) -> None:
     assert [norm for _, norm in shown] == pytest.approx([norms[0], norms[3], norms[5]])
 
 
+def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> None:
+    class Logging(Plain):
+        def training_step(self, batch: FakeShare, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss, batch_size=SIZE)
+            return loss
+
+    options: dict[str, Any] = {"logger": board(tmp_path), "log_every_n_steps": 2, "epochs": 2}
+    trainer_with(tmp_path, Throughput(log_every=2), Dashboard({"lr": 1}), **options).fit(Logging(), **loaders())
+    assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 3, 5, 7, 9, 11]  # Lightning's
+    by_samples = scalars(tmp_path / "tensorboard" / "by_samples")["train_by_samples/loss"]
+    assert [samples for samples, _ in by_samples] == [4, 8, 16, 24, 32, 40, 48]
+
+
 def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="csv")
     trainer_with(tmp_path, Throughput(log_every=3), Dashboard({"lr": 1}), logger=logger).fit(Counting(), **loaders())
     text = (tmp_path / "csv" / "metrics.csv").read_text()
     header, *rows = text.splitlines()
-    assert {"train/loss", "grad_norm", "samples", "step", "val/acc"} <= set(header.split(","))
+    assert {"train/loss", "grad_norm", "samples", "step", "val/acc", "split/compute"} <= set(header.split(","))
     assert len(rows) == 4  # three measurements, one validation
     assert "by_samples" not in header
 
@@ -600,6 +647,9 @@ import test_callbacks as t
 class Apart(t.Counting):  # the ranks disagree in everything
     def train_totals(self, reset):
         return super().train_totals(reset) * t.torch.tensor([1 + 2 * self.global_rank, 1, 1])
+    def training_step(self, batch, batch_idx):
+        t.time.sleep(0.06 if self.global_rank == 1 else 0)
+        return super().training_step(batch, batch_idx)
     def validation_step(self, batch, batch_idx):
         self.log('val/acc', [0.25, 0.5, 0.125][self.current_epoch] if self.global_rank == 0 else 0.0, batch_size=1)
 folder = t.Path(sys.argv[2])
@@ -620,6 +670,11 @@ def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None
     curves = scalars(tmp_path / "tensorboard")
     assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
     assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]
+    fast, slow = ([speed for _, speed in curves[f"rank_speed/{rank}"]][-1] for rank in (0, 1))
+    assert slow < SIZE / 0.06 < fast  # rank one is seen, though both take their steps at the same pace
+    parts = {tag: seconds[-1][1] for tag, seconds in curves.items() if tag.startswith("split/")}
+    assert parts["split/compute"] > 0.06 > 2 * parts["split/all_reduce"]  # what rank zero waits for is no all-reduce
+    assert set(curves) >= {"rank_memory/0", "rank_memory/1"}
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
     assert (tmp_path / "log").read_text().count("INFO:lockstep:epoch") == 3
     assert step_of(tmp_path / "checkpoints" / "last.ckpt") == 3 * STEPS

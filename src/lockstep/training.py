@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -206,12 +206,14 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
 def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Callback]:
     """The callbacks that the config names."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
         "folder": folder,
         "every": config.checkpoint_every,
         "log_every": config.log_every,
         "record": recorded,
         "config": config.raw,
+        "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
     return [build(f"callbacks.{name}", options, **offers) for name, options in config.callbacks.items() if options]

@@ -6,6 +6,7 @@ from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.found_pieces import FoundPieces
 from lockstep.callbacks.heartbeat import Heartbeat
+from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.stand_in import StandIn
 from lockstep.callbacks.throughput import Throughput
@@ -17,6 +18,7 @@ __all__ = [
     "Dashboard",
     "FoundPieces",
     "Heartbeat",
+    "Pictures",
     "Preemption",
     "StandIn",
     "Throughput",

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from omegaconf import OmegaConf
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
+from lockstep.callbacks import first_page
+from lockstep.callbacks.pace import Pace
+from lockstep.callbacks.pictures import MOST_CLASSES, boards, by_class
 from lockstep.callbacks.throughput import Throughput, aside, find
+from lockstep.checks import flag
 from lockstep.layout import Refusal
 
-FINAL = ("val/acc", "val/loss", "test/acc", "test/loss")  # what the HParams page compares runs by
-MOST_CLASSES = 100  # more curves than that help nobody
+HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
 
 class Dashboard(Callback):
@@ -25,16 +27,25 @@ class Dashboard(Callback):
     Against optimizer steps: what `Throughput.latest` holds, `lr` and `grad_norm` (global norm of the step's gradient
     after all sums, before clipping) of the step measured; after validation `val/...` and `val_class/<class>`, the
     accuracy of each class. On TensorBoard also `train_by_samples/...` and `val_by_samples/...` against samples seen, by
-    which runs with different batch sizes can be compared, the config as text, and a row of the HParams page with
-    `final/...`.
+    which runs with different batch sizes can be compared, and what `first_page` has: the page of curves that matter,
+    start-up line and config as text, the model's graph, a row of the HParams page.
 
     Args:
         config: resolved config, plain containers; None: no text and no HParams row.
+        headline: the run in one line; None: no such text.
+        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS.
     """
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, headline: str | None = None, histograms: bool = False
+    ) -> None:
+        self.histograms = flag("callbacks.dashboard.histograms", histograms)
         self.config = config
+        self.headline = headline
         self._meter: Throughput
+        self._pace = Pace(HISTOGRAM_SECONDS)
+        self._final: dict[str, float] = {}
+        self._drawn = False  # the graph
         self._by_samples: list[Any] = []
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
@@ -46,12 +57,13 @@ class Dashboard(Callback):
         self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or self.config is None:
+        if not trainer.is_global_zero:
             return
-        for board in _tensorboards(trainer):
-            text = OmegaConf.to_yaml(OmegaConf.create(dict(self.config)))
-            board.experiment.add_text("config", f"```yaml\n{text}```", trainer.global_step)
-            _add_hparams(board, self.config)
+        for board in boards(trainer):
+            with aside(trainer):
+                first_page.write(board.experiment, trainer.global_step, self.config, self.headline)
+            if self.config is not None:
+                first_page.write_row(board.log_dir, self.config, {}, trainer.global_step)
             # In a folder of its own: what a resumed run purges after a step must not be measured in samples.
             seen = self._meter.samples_seen
             self._by_samples.append(SummaryWriter(f"{board.log_dir}/by_samples", purge_step=seen + 1 if seen else None))
@@ -60,6 +72,9 @@ class Dashboard(Callback):
         if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
             self._step = {"lr": optimizer.param_groups[0]["lr"], "grad_norm": torch.nn.utils.get_total_norm(gradients)}
+            if self.histograms and self._pace.due:
+                with self._pace.spend():
+                    self._add_histograms(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -67,7 +82,8 @@ class Dashboard(Callback):
         if self._meter.fresh and trainer.is_global_zero:
             with aside(trainer):
                 step = {tag: float(value) for tag, value in self._step.items()}
-                self._write(trainer, {**self._meter.latest, **step})
+                own = set() if hasattr(pl_module, "train_totals") else set(trainer.callback_metrics)
+                self._write(trainer, {**self._meter.latest, **step}, skip=own)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
@@ -75,9 +91,15 @@ class Dashboard(Callback):
         metrics = {tag: float(value) for tag, value in trainer.callback_metrics.items() if tag.startswith("val/")}
         confusion = getattr(pl_module, "confusion", None)
         if confusion is not None and len(confusion) <= MOST_CLASSES:
-            metrics |= _by_class(confusion, _classes(trainer, len(confusion)))
-        # What the module itself logs to the loggers is there already, by Lightning's hand.
+            metrics |= by_class(confusion, _classes(trainer, len(confusion)), "val_class")
         self._write(trainer, metrics, skip=set(trainer.logged_metrics))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self._drawn:  # not earlier: nobody waits for it before the first step
+            self._drawn = True
+            with aside(trainer):
+                for board in boards(trainer):
+                    first_page.add_graph(board.experiment, trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_final(trainer)
@@ -85,7 +107,8 @@ class Dashboard(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_final(trainer)
 
-    def _write(self, trainer: Trainer, metrics: Mapping[str, float], skip: Iterable[str] = ()) -> None:
+    def _write(self, trainer: Trainer, metrics: Mapping[str, float], skip: Iterable[str]) -> None:
+        """`skip`: what the module itself logs against steps. It is there already, by Lightning's hand."""
         samples = self._meter.samples_seen
         by_step = {tag: value for tag, value in metrics.items() if tag not in skip}
         by_samples = {
@@ -105,7 +128,7 @@ class Dashboard(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # What was drawn before a checkpoint is never drawn again, so it must be on the disk.
-        for board in _tensorboards(trainer) if trainer.is_global_zero else []:
+        for board in boards(trainer) if trainer.is_global_zero else []:
             board.experiment.flush()
         for writer in self._by_samples:
             writer.flush()
@@ -115,38 +138,23 @@ class Dashboard(Callback):
             writer.close()
 
     def _write_final(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero:
-            found = trainer.callback_metrics
-            metrics = {f"final/{tag}": float(found[tag]) for tag in FINAL if tag in found}
-            for board in _tensorboards(trainer):
-                board.log_metrics(metrics, trainer.global_step)
+        """The HParams row anew, with what is known by now."""
+        if not trainer.is_global_zero or self.config is None:
+            return
+        found = trainer.callback_metrics
+        self._final |= {tag: float(found[tag]) for tag in first_page.FINAL if tag in found}
+        if (speed := self._meter.samples_per_second) is not None:
+            self._final |= {"throughput/samples_per_second": speed, "time/seconds": self._meter.seconds}
+        for board in boards(trainer):
+            first_page.write_row(board.log_dir, self.config, self._final, trainer.global_step)
 
-
-def _tensorboards(trainer: Trainer) -> list[TensorBoardLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-
-
-def _add_hparams(board: TensorBoardLogger, config: Mapping[str, Any]) -> None:
-    """Lightning's `log_hyperparams` would write made-up values of the metrics that are not known yet."""
-    from torch.utils.tensorboard.summary import hparams
-
-    for summary in hparams(dict(_flat(config)), {f"final/{tag}": 0.0 for tag in FINAL}):
-        board.experiment._get_file_writer().add_summary(summary)
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value if isinstance(value, bool | int | float | str) else str(value)
-
-
-def _by_class(confusion: torch.Tensor, classes: list[str]) -> dict[str, float]:
-    """Accuracy of each class; confusion int64 [C, C], row = label. A class without a sample has none."""
-    counts = confusion.sum(dim=1).tolist()
-    hits = confusion.diagonal().tolist()
-    return {f"val_class/{name}": hit / count for name, hit, count in zip(classes, hits, counts, strict=True) if count}
+    def _add_histograms(self, trainer: Trainer, module: LightningModule) -> None:
+        step = trainer.global_step + 1  # the one that is about to end
+        for board in boards(trainer):
+            for name, parameter in module.named_parameters():
+                board.experiment.add_histogram(f"weights/{name}", parameter.detach(), step)
+                if parameter.grad is not None and bool(parameter.grad.isfinite().all()):
+                    board.experiment.add_histogram(f"gradients/{name}", parameter.grad, step)
 
 
 def _classes(trainer: Trainer, count: int) -> list[str]:

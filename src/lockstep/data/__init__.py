@@ -3,7 +3,7 @@
 from lockstep.data.datasets import ArrayDataset, Source, Spec, Splits
 from lockstep.data.embedded import digits, synthetic
 from lockstep.data.files import cifar10, fashion_mnist, mnist
-from lockstep.data.folder import image_folder
+from lockstep.data.folder import ImageFiles, image_folder
 from lockstep.data.module import DataModule
 from lockstep.data.opening import open_data
 from lockstep.data.share import Share, Turn
@@ -11,6 +11,7 @@ from lockstep.data.share import Share, Turn
 __all__ = [
     "ArrayDataset",
     "DataModule",
+    "ImageFiles",
     "Share",
     "Source",
     "Spec",

@@ -59,16 +59,7 @@ class FolderDataset:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path = self.path(index)
-        try:
-            with Image.open(path) as image:
-                fitted = image.convert(self.mode)
-                if fitted.size != (self.image_size, self.image_size):
-                    fitted = ImageOps.fit(fitted, (self.image_size, self.image_size), Image.Resampling.BILINEAR)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise Refusal(f"image_folder: {path} can't be decoded ({error})") from error
-        pixels = np.array(fitted).reshape(self.image_size, self.image_size, -1)
-        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), int(self.labels[index])
+        return decode(self.path(index), self.image_size, self.mode), int(self.labels[index])
 
     def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, int]]:
         return [self[index] for index in ids]
@@ -82,6 +73,66 @@ class FolderDataset:
         for index in range(len(self)):
             digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
+
+
+class ImageFiles:
+    """Images without labels, in sorted order; an item is `(image, its number)`.
+
+    One that can't be decoded is black, and its number is -1: it is told by its absence in what comes back.
+
+    Args:
+        root: holds images, at any depth.
+        image_size: pixels.
+        channels: 1 or 3.
+
+    Raises:
+        Refusal: no such folder, no image in it, or another number of channels.
+    """
+
+    streams = True
+
+    def __init__(self, root: Path, image_size: int, channels: int) -> None:
+        if channels not in MODES:
+            raise Refusal(f"images={root}: image files have 1 or 3 channels, the model was trained on {channels}")
+        if not root.is_dir():
+            raise Refusal(f"images={root}: no such folder")
+        self.root, self.image_size, self.mode = root, image_size, MODES[channels]
+        self.names: NDArray[np.str_] = np.array(_images(root, "."))
+        if not len(self.names):
+            raise Refusal(f"images={root}: no image in it; known: {', '.join(EXTENSIONS)}")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            return decode(self.root / str(self.names[index]), self.image_size, self.mode), int(index)
+        except Refusal:
+            side = self.image_size
+            return torch.zeros(3 if self.mode == "RGB" else 1, side, side, dtype=torch.uint8), -1
+
+    def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, int]]:
+        return [self[index] for index in ids]
+
+
+def decode(path: Path, image_size: int, mode: str) -> Tensor:
+    """An image file as uint8 [channels, image_size, image_size]; the short side is resized, the middle kept.
+
+    Args:
+        mode: Pillow's, `L` or `RGB`.
+
+    Raises:
+        Refusal: it can't be decoded.
+    """
+    try:
+        with Image.open(path) as image:
+            fitted = image.convert(mode)
+            if fitted.size != (image_size, image_size):
+                fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise Refusal(f"image_folder: {path} can't be decoded ({error})") from error
+    pixels = np.array(fitted).reshape(image_size, image_size, -1)
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def image_folder(

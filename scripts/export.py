@@ -1,0 +1,126 @@
+"""A trained model as a file that needs neither Lockstep nor Lightning:
+
+    python scripts/export.py checkpoint=outputs/mnist_cnn_digits/<timestamp> format=onnx
+
+Normalisation and softmax are inside, so that the file takes images as they are decoded: uint8 [n, channels, size, size]
+for any n, probabilities float32 [n, classes]. What was written is read again and must agree with the model. Beside it
+lies model.json: class names, shape, and how far the two were apart.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import cli
+from lockstep.checks import choice
+from lockstep.data import Spec
+from lockstep.evaluation import find_checkpoint
+from lockstep.layout import Refusal
+from lockstep.prediction import as_splits, config_and_spec, load_module
+
+TOLERANCE = 1e-5  # of a probability
+BATCHES = (1, 2, 7)  # sizes that are tried
+NEEDED = ("onnx", "onnxscript")
+
+
+class Deployed(nn.Module):
+    """Raw images to probabilities."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, net: nn.Module, spec: Spec) -> None:
+        super().__init__()
+        self.net = net
+        mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (spec.mean, spec.std))
+        self.register_buffer("scale", (1 / (255 * std)).float())
+        self.register_buffer("shift", (-mean / std).float())
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images.float() * self.scale + self.shift).softmax(dim=1)
+
+
+def export(raw: dict[str, Any], folder: Path) -> None:
+    """Writes the file, reads it again, compares."""
+    form = choice("torch", "onnx")("format", raw.pop("format"))
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
+    if missing:
+        raise Refusal(
+            f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not"
+        )
+    fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
+    config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), {**raw, **fixed})
+    module = load_module(config, as_splits(spec, range(1))).float()
+    model = Deployed(module, spec).eval()
+    example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
+    path = folder / f"model.{'pt2' if form == 'torch' else 'onnx'}"
+    run = (write_torch if form == "torch" else write_onnx)(model, example, path)
+    apart = difference(model, run, spec)
+    if not apart <= TOLERANCE:
+        raise RuntimeError(
+            f"{path}: its probabilities differ from the model's by {apart:.1e}, more than {TOLERANCE:.0e}"
+        )
+    about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": apart}
+    path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
+    print(f"{path}: agrees with the checkpoint to {apart:.1e} on batches of {', '.join(map(str, BATCHES))}")
+
+
+def write_torch(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
+    """The file by torch.export, as a function of images."""
+    program = torch.export.export(model, (example,), dynamic_shapes={"images": {0: torch.export.Dim("n", min=1)}})
+    torch.export.save(program, path)
+    return torch.export.load(path).module()
+
+
+def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
+    """The file by torch's ONNX exporter, as a function of images: onnxruntime's where it is installed, else that of
+    onnx's own reference evaluator."""
+    torch.onnx.export(
+        model,
+        (example,),
+        path,
+        input_names=["images"],
+        output_names=["probabilities"],
+        dynamic_shapes={"images": {0: torch.export.Dim("n", min=1)}},
+        external_data=False,
+        dynamo=True,
+        verbose=False,
+    )
+    import onnx
+
+    onnx.checker.check_model(path)
+    if importlib.util.find_spec("onnxruntime") is not None:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path)
+    else:
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(str(path))
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def difference(model: nn.Module, run: Callable[[Tensor], Tensor], spec: Spec) -> float:
+    """The largest difference of a probability, over batches of random images of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for size in BATCHES:
+        shape = size, spec.channels, spec.image_size, spec.image_size
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        with torch.no_grad():
+            found.append((model(images) - run(images)).abs().max())
+    return float(torch.stack(found).max())
+
+
+if __name__ == "__main__":
+    cli.command(export, "export")

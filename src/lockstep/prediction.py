@@ -1,0 +1,128 @@
+"""A trained model's word on images that nobody has labelled."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import checkpoint_io, fast, logs
+from lockstep.atomic import replacing
+from lockstep.config import Config
+from lockstep.data import DataModule, ImageFiles, Spec, Splits, open_data
+from lockstep.evaluation import config_of
+from lockstep.layout import Refusal
+from lockstep.summary import write_summary
+from lockstep.training import make_module, make_trainer, summarise
+
+LOG = logging.getLogger("lockstep")
+NAMED = 5  # broken images that the console names
+
+
+def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
+    """The config of a prediction, and what the checkpoint's images were: from the checkpoint, else from its data set.
+
+    Raises:
+        CheckpointError, Refusal: as `config_of`; no spec in the checkpoint, and no data set either.
+    """
+    config = config_of(path, {"exact": False, **raw})
+    recorded = checkpoint_io.load(path)["lockstep"].get("spec")
+    return config, Spec(**recorded) if recorded else open_data(config.data, config.data_dir, config.seed).spec
+
+
+def as_splits(spec: Spec, images: Any) -> Splits:
+    """Images to be predicted, in the place of the test set."""
+    return Splits(train=range(1), val=None, test=images, spec=spec, fingerprint="")
+
+
+def load_module(config: Config, splits: Splits) -> pl.LightningModule:
+    """The module with the weights of `config.checkpoint`, in evaluation mode.
+
+    Raises:
+        CheckpointError: the file can't be used.
+        Refusal: its weights are not those of the model that it names.
+    """
+    module = make_module(config, splits)
+    assert config.checkpoint is not None
+    try:
+        module.load_state_dict(checkpoint_io.load(config.checkpoint)["state_dict"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Refusal(f"{config.checkpoint}: does not fit the model that it names ({reason})") from error
+    return module.eval()
+
+
+class Predictor(pl.LightningModule):
+    """Any module whose `forward` maps images to logits or log-probabilities. A test collects `found`: for each batch
+    ids int64 [n] and probabilities float64 [n, C]. (Lightning's `predict` would replace our loader's batches.)"""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, ids = batch
+        self.found.append((ids.cpu(), self.module(x).double().softmax(dim=1).cpu()))
+
+
+def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
+    rank = int(os.environ.get("RANK", "0"))
+    logs.configure(folder, rank)
+    fast.keep_freed_memory()
+    fast.set_threads(config.layout, config.threads)
+    predictor = Predictor(load_module(config, splits))
+    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
+    data.process = rank
+    trainer = make_trainer(replace(config, logger={}), folder, [])
+    trainer.test(predictor, datamodule=data, verbose=False)
+    parts: list[Any] = [predictor.found]
+    if trainer.world_size > 1:
+        parts = [None] * trainer.world_size
+        dist.all_gather_object(parts, predictor.found)
+    summary = summarise(config, folder, "completed", None)
+    if rank == 0:
+        found = {
+            int(i): row
+            for part in parts
+            for ids, rows in part
+            for i, row in zip(ids.tolist(), rows.tolist(), strict=True)
+        }
+        broken = write(folder / "predictions.csv", splits.test, splits.spec.classes, found)
+        summary |= {"images": len(splits.test), "broken": broken}
+        write_summary(folder / "summary.json", summary)
+        LOG.info("%d images: %s", len(splits.test), folder / "predictions.csv")
+        if broken:
+            more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
+            LOG.warning("can't be decoded, so their rows are empty: %s%s", ", ".join(broken[:NAMED]), more)
+    return summary
+
+
+def write(path: Path, images: ImageFiles, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
+    """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row
+    is empty, since they could not be decoded."""
+    classes, broken = list(classes), []
+    with replacing(path) as binary:
+        text = io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
+        table = csv.writer(text)
+        table.writerow(["file", "predicted", "probability", *classes])
+        for index, name in enumerate(images.names):
+            row = found.get(index)
+            if row is None:
+                broken.append(str(name))
+                table.writerow([name, "", "", *[""] * len(classes)])
+                continue
+            best = max(range(len(row)), key=row.__getitem__)
+            table.writerow([name, classes[best], *(f"{value:.6f}" for value in (row[best], *row))])
+        text.detach()
+    return broken

@@ -1,0 +1,24 @@
+"""What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
+
+from pathlib import Path
+from typing import Any
+
+from lockstep import cli
+
+
+def predict(raw: dict[str, Any], folder: Path) -> Any:
+    """One prediction: find the checkpoint and the images, launch the workers, which write predictions.csv."""
+    from lockstep.data import ImageFiles
+    from lockstep.evaluation import find_checkpoint
+    from lockstep.prediction import as_splits, config_and_spec
+    from lockstep.prediction import predict as work
+    from lockstep.runs import run_in_workers
+
+    images = raw.pop("images")
+    config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), raw)
+    splits = as_splits(spec, ImageFiles(Path(str(images)).expanduser(), spec.image_size, spec.channels))
+    return run_in_workers(work, config, splits, folder)
+
+
+if __name__ == "__main__":
+    cli.command(predict, "predict")

@@ -1,0 +1,296 @@
+"""What TensorBoard gets to show, read back from the event files of whole runs."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Program, Run
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.util import tensor_util
+from torch import Tensor, nn
+from torchmetrics.functional.classification import binary_precision_recall_curve
+
+from lockstep import drawing
+from lockstep.callbacks import Pictures, pace
+from lockstep.callbacks.pace import Pace
+from lockstep.callbacks.verdicts import THRESHOLDS, Verdicts, curve
+from lockstep.data import DataModule, Spec, open_data
+from lockstep.layout import resolve
+
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
+KINDS = ("scalars", "images", "tensors", "histograms")
+
+
+class Board:
+    """A folder of event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(KINDS, 0)).Reload()
+        self.tags: dict[str, Any] = self.events.Tags()
+
+    def curve(self, tag: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in self.events.Scalars(tag)]
+
+    def text(self, tag: str) -> str:
+        (event,) = self.events.Tensors(f"{tag}/text_summary")
+        return str(tensor_util.make_ndarray(event.tensor_proto).item().decode())
+
+    def tensor(self, tag: str) -> NDArray[Any]:
+        return np.asarray(tensor_util.make_ndarray(self.events.Tensors(tag)[-1].tensor_proto))
+
+    def image(self, tag: str) -> NDArray[Any]:
+        return np.asarray(Image.open(io.BytesIO(self.events.Images(tag)[-1].encoded_image_string)))
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run on two workers, with histograms, that goes on for an epoch after its end."""
+    program = Program(tmp_path_factory.mktemp("board") / "outputs")
+    options = (*TINY, "strategy=ddp", "devices=2", "log_every=2", "callbacks.dashboard.histograms=true")
+    run = program(*options, "max_epochs=2")
+    return program(f"resume={run.folder}", "max_epochs=3")
+
+
+@pytest.fixture(scope="module")
+def board(ddp: Run) -> Board:
+    return Board(ddp.folder / "tensorboard")
+
+
+def test_no_step_is_shown_twice(board: Board) -> None:
+    assert [step for step, _ in board.curve("train/loss")] == [1, 2, 4, 6, 8, 10, 12, 13, 14, 16, 18]
+    for tag in board.tags["scalars"]:
+        steps = [step for step, _ in board.curve(tag)]
+        assert all(before < after for before, after in itertools.pairwise(steps)) or tag == "epoch", (tag, steps)
+    for tag in board.tags["images"]:
+        steps = [event.step for event in board.events.Images(tag)]
+        assert len(set(steps)) == len(steps)
+
+
+def test_the_first_page_shows_what_matters(board: Board) -> None:
+    layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert {"loss", "accuracy", "speed, samples per second", "peak memory, GiB"} <= set(charts)
+    for title, patterns in charts.items():
+        for pattern in patterns:
+            assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
+    shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
+    assert {"rank_speed/0", "rank_speed/1", "rank_memory/1", "split/all_reduce", "val_class/2"} <= set(shown)
+    assert "time/step" not in shown  # the control: not everything matches
+
+
+def test_a_steps_parts_and_each_ranks_speed_and_memory(board: Board) -> None:
+    parts = {name: board.curve(f"split/{name}") for name in ("data_wait", "compute", "all_reduce", "other")}
+    assert all(seconds >= 0 for values in parts.values() for _, seconds in values)
+    assert all(seconds > 0 for name in ("compute", "all_reduce") for _, seconds in parts[name])
+    for rank in (0, 1):
+        assert all(speed > 0 for _, speed in board.curve(f"rank_speed/{rank}"))
+        assert all(0.01 < gib < 100 for _, gib in board.curve(f"rank_memory/{rank}"))
+    assert "rank_speed/2" not in board.tags["scalars"]
+
+
+def test_the_run_as_text_and_graph(ddp: Run, board: Board) -> None:
+    events = EventAccumulator(str(ddp.folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    about, config = (
+        [tensor_util.make_ndarray(e.tensor_proto).item().decode() for e in events.Tensors(f"{tag}/text_summary")]
+        for tag in ("about", "config")
+    )
+    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr 0.03" in about[0]
+    told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
+    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["throughput"]["log_seconds"]) == (
+        32,
+        "ddp",
+        30,
+    )
+    nodes = {node.op for node in board.events.Graph().node}
+    assert {"aten::_convolution", "aten::linear"} <= nodes
+
+
+def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run) -> None:
+    row = Board(ddp.folder / "tensorboard" / "final")
+    content = row.events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    told = hparams.parse_session_start_info_plugin_data(content)
+    assert told.hparams["lr"].number_value == 0.03
+    assert told.hparams["strategy.name"].string_value == "ddp"
+    assert told.hparams["max_epochs"].number_value == 3
+    assert not told.hparams["exact"].bool_value
+    assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
+    assert told.group_name == f"{ddp.folder.name} of mnist_cnn_synthetic"
+    metrics, summary = {tag: row.curve(tag) for tag in row.tags["scalars"]}, ddp.summary["metrics"]
+    for name in ("val/acc", "val/loss", "test/acc", "test/loss"):
+        assert metrics[f"final/{name}"] == [(18, float(np.float32(summary[name])))]
+    assert set(metrics) == {
+        *(f"final/{name}" for name in ("val/acc", "val/loss", "test/acc", "test/loss")),
+        "final/throughput/samples_per_second",
+        "final/time/seconds",
+    }
+    # With an experiment of its own, TensorBoard would take all columns from the first run and not see what differs.
+    tags = {
+        tag for file in (ddp.folder / "tensorboard").iterdir() if file.is_dir() for tag in Board(file).tags["tensors"]
+    }
+    assert hparams.EXPERIMENT_TAG not in tags
+
+
+def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
+    assert {"confusion/val", "confusion/test"} <= set(board.tags["images"])
+    assert board.image("confusion/test").shape[2] == 3
+    classes = [board.curve(f"test_class/{name}")[-1][1] for name in range(3)]
+    curves = [board.tensor(f"pr_test/{name}") for name in range(3)]
+    count = int(ddp.summary["metrics"]["test/count"])
+    for values in curves:
+        true, false, _, missed = values[:4]
+        assert values.shape == (6, THRESHOLDS)
+        assert (true[0] + false[0], missed[0]) == (count, 0)  # at threshold 0 every sample is taken for the class
+        assert (np.diff(true) <= 0).all()
+    counts = [values[0][0] for values in curves]
+    right = sum(share * samples for share, samples in zip(classes, counts, strict=True))
+    assert right == pytest.approx(ddp.summary["metrics"]["test/correct"])
+    assert np.array_equal(board.tensor("pr_test/all classes")[:4], sum(values[:4] for values in curves))
+
+
+def test_histograms_of_weights_and_gradients_on_request(board: Board) -> None:
+    names = {tag.partition("/")[2] for tag in board.tags["histograms"] if tag.startswith("weights/")}
+    assert {"net.conv1.weight", "net.logits.bias"} <= names
+    assert {f"gradients/{name}" for name in names} <= set(board.tags["histograms"])
+    assert [event.step for event in board.events.Histograms("weights/net.conv1.weight")] == [1, 13]  # one per process
+
+
+def test_rank_zero_writes_alone(ddp: Run) -> None:
+    writers = {path.name.split(".")[-2] for path in ddp.folder.rglob("events.out*")}
+    assert len(writers) == 2, "one process of each of the two runs"
+
+
+def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
+    """Also where devices outnumber batches. The worst mistakes are the same images in the same order."""
+    options = (f"checkpoint={ddp.folder}", "logger=tensorboard", "pieces=6", "batch_size=30")
+    run = run_evaluate(*options, "devices=1,2,3", "++data.samples=205,10", "-m")
+    shown = []
+    for folder in run.jobs:
+        found = Board(folder / "tensorboard")
+        pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
+        curves = {tag: found.tensor(tag).tobytes() for tag in found.tags["tensors"] if tag.startswith("pr_")}
+        classes = {tag: found.curve(tag) for tag in found.tags["scalars"] if tag.startswith("test_class")}
+        assert len(curves) == 4
+        assert classes
+        shown.append((pictures, curves, classes))
+    large, small = shown[::2], shown[1::2]
+    assert all(other == large[0] for other in large)
+    assert all(other == small[0] for other in small)
+    assert large[0][1] != small[0][1]  # the control
+
+
+# --- parts of it ------------------------------------------------------------------------------------------------------
+
+SPEC = Spec(1, 4, ("a", "b", "c"), mean=(0.5,), std=(0.25,))
+
+
+def samples(count: int = 60) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(256, (count, 1, 4, 4), generator=generator) / 255
+    y = torch.randint(3, (count,), generator=generator)
+    return (pixels - 0.5) / 0.25, torch.randn(count, 3, generator=generator), y
+
+
+def test_verdicts_keep_the_worst_mistakes_and_their_pixels() -> None:
+    x, logits, y = samples()
+    verdicts = Verdicts(SPEC, 5, torch.device("cpu"))
+    for part in (slice(0, 7), slice(7, 8), slice(8, 60)):
+        verdicts.add(x[part], logits[part], y[part])
+    losses = F.cross_entropy(logits.double(), y, reduction="none")
+    wrong = logits.argmax(1) != y
+    worst = [int(index) for index in losses.argsort(descending=True) if wrong[index]][:5]
+    assert verdicts.losses.tolist() == pytest.approx(losses[worst].tolist())
+    assert torch.equal(verdicts.labels, y[worst])
+    assert torch.equal(verdicts.predictions, logits[worst].argmax(1))
+    assert torch.equal(verdicts.images.float(), ((x[worst] * 0.25 + 0.5) * 255).round())
+    assert torch.equal(verdicts.confusion.diagonal().sum(), (~wrong).sum())
+    assert int(verdicts.confusion[0, 1]) == int(((y == 0) & (logits.argmax(1) == 1)).sum())
+
+
+def test_a_curve_is_the_one_that_torchmetrics_draws() -> None:
+    x, logits, y = samples()
+    verdicts = Verdicts(SPEC, 1, torch.device("cpu"))
+    verdicts.add(x, logits, y)
+    chances = (logits.double().softmax(1)[:, 2] * (THRESHOLDS - 1)).floor() / (THRESHOLDS - 1)
+    thresholds = torch.linspace(0, 1, THRESHOLDS, dtype=torch.float64) - 1e-9
+    precision, recall, _ = binary_precision_recall_curve(chances, (y == 2).long(), thresholds=thresholds)
+    found = curve(verdicts.scores[2])
+    assert torch.allclose(found["recall"].double(), recall[:-1].double())
+    reached = found["true_positive_counts"] + found["false_positive_counts"] > 0
+    assert torch.allclose(found["precision"].double()[reached], precision[:-1].double()[reached])
+
+
+def test_a_confusion_matrix_is_blue_where_it_is_right_and_vermilion_where_it_is_wrong() -> None:
+    matrix = np.array([[90, 10], [0, 100]])
+    picture = drawing.confusion(matrix, ["cat", "a very long name of a class"], "title")
+    blue, vermilion = ((picture == np.array(colour)).all(axis=2).sum() for colour in (drawing.RIGHT, drawing.WRONG))
+    assert blue > 1000
+    assert vermilion == 0
+    swapped = drawing.confusion(matrix[::-1], ["cat", "dog"], "title")
+    assert (swapped == np.array(drawing.WRONG)).all(axis=2).sum() > 1000
+    assert max(drawing.confusion(np.eye(100, dtype=np.int64), ["x"] * 100, "").shape) < 1200
+
+
+class Own(pl.LightningModule):
+    """A user's module as in a tutorial: nothing of ours, and `forward` gives logits."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.net = nn.Linear(144, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.flatten(1))
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self(batch[0]).mean())
+
+
+class PastForward(Own):
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0].flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "drawn"), [(Own(), True), (Own(classes=7), False), (PastForward(), False)], ids=["own", "other", "past"]
+)
+def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
+    module: pl.LightningModule, drawn: bool, tmp_path: Path
+) -> None:
+    data = open_data({"_target_": "lockstep.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, even=False)
+    loggers = [TensorBoardLogger(tmp_path, name="", version="tensorboard"), CSVLogger(tmp_path, name="", version="csv")]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=loggers, callbacks=[Pictures()], **quiet)
+    trainer.test(module, datamodule=DataModule(data, layout, seed=0), verbose=False)
+    assert not module._forward_hooks
+    tags = Board(tmp_path / "tensorboard").tags
+    assert ("confusion/test" in tags["images"]) is drawn
+    assert ("test_class/0" in tags["scalars"]) is drawn
+
+
+def test_what_is_costly_waits_longer_the_longer_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+    monkeypatch.setattr(pace.time, "monotonic", lambda: clock)
+    limit = Pace(seconds=60)
+    due = [limit.due]
+    for took, wait in ((0.5, 60), (3.0, 3.0 / pace.SHARE)):
+        with limit.spend():
+            clock += took
+        for passed in (wait - 1, 1.001):
+            clock += passed
+            due.append(limit.due)
+    assert due == [True, False, True, False, True]

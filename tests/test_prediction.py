@@ -1,0 +1,156 @@
+"""A trained model used on its own: predictions for a folder of images, and exported files."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import export
+import numpy as np
+import pytest
+import torch
+from conftest import Program, Run
+from PIL import Image
+
+from lockstep import checkpoint_io
+from lockstep.data import ImageFiles, Spec
+from lockstep.layout import Refusal
+from lockstep.models import MnistCNN
+
+SIZE = 12
+CLASSES = ("blue ones", "red ones")
+BROKEN = "deeper/cut.png"
+
+
+def paint(folder: Path, count: int, seed: int) -> None:
+    """Images in which red or blue is stronger on the whole; higher than wide, so that they are cropped."""
+    random = np.random.default_rng(seed)
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(0, 200, (20, 16, 3))
+            pixels[..., 2 - 2 * label] += 40
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:02}.png")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run on images whose training set is gone since; the test set has got a broken file."""
+    folder = tmp_path_factory.mktemp("prediction")
+    paint(folder / "images" / "train", 30, seed=0)
+    paint(folder / "images" / "test", 9, seed=1)
+    options = (
+        f"data.image_size={SIZE}",
+        "data.augment=null",
+        "batch_size=12",
+        "max_epochs=3",
+        "logger=none",
+        "threads=1",
+    )
+    run = Program(folder / "outputs")("data=image_folder", f"data_dir={folder / 'images'}", *options)
+    shutil.rmtree(folder / "images" / "train")
+    (folder / "images" / "test" / "deeper").mkdir()
+    whole = (folder / "images" / "test" / CLASSES[0] / "00.png").read_bytes()
+    (folder / "images" / "test" / BROKEN).write_bytes(whole[: len(whole) // 2])
+    return run
+
+
+def images_of(run: Run) -> Path:
+    return run.outputs.parent / "images" / "test"
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def by_hand(run: Run, files: list[str]) -> torch.Tensor:
+    """Probabilities [n, 2] in plain torch and Pillow: short side to SIZE, the middle, ImageNet's moments."""
+    checkpoint = checkpoint_io.load(run.folder / "checkpoints" / "best.ckpt")
+    net = MnistCNN(**checkpoint["hyper_parameters"])
+    net.load_state_dict(checkpoint["state_dict"])
+    found = []
+    for file in files:
+        image = Image.open(images_of(run) / file).resize((SIZE, SIZE), Image.Resampling.BILINEAR, (0, 2, 16, 18))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
+        mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
+        found.append((pixels - mean) / std)
+    with torch.no_grad():
+        return net.eval()(torch.stack(found)).softmax(1)
+
+
+def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> None:
+    predict = Program(tmp_path / "outputs", "src/predict.py")
+    run = predict(f"checkpoint={trained.folder}", f"images={images_of(trained)}", "devices=1,3", "batch_size=5", "-m")
+    one, three = (folder / "predictions.csv" for folder in run.jobs)
+    rows = table(one)
+    assert list(rows[0]) == ["file", "predicted", "probability", *CLASSES]
+    names = [row["file"] for row in rows]
+    assert names == sorted(names)
+    assert len(names) == 19
+    (broken,) = [row for row in rows if row["file"] == BROKEN]
+    assert (broken["predicted"], broken["probability"]) == ("", "")
+    assert run.stderr.count(f"can't be decoded, so their rows are empty: {BROKEN}") == 2  # one for each run
+    rows = [row for row in rows if row["file"] != BROKEN]
+    right = sum(row["file"].startswith(row["predicted"] + "/") for row in rows)
+    assert right == trained.summary["metrics"]["test/correct"]
+    found = torch.tensor([[float(row[name]) for name in CLASSES] for row in rows])
+    expected = by_hand(trained, [row["file"] for row in rows])
+    assert (found - expected).abs().max() < 2e-6
+    assert (found - expected.flip(1)).abs().max() > 0.1  # the control
+    assert [row["predicted"] for row in rows] == [CLASSES[best] for best in expected.argmax(1).tolist()]
+    assert [row["file"] for row in table(three)] == names
+    others = torch.tensor([[float(row[name]) for name in CLASSES] for row in table(three) if row["file"] != BROKEN])
+    assert (found - others).abs().max() < 2e-6
+    assert [json.loads((folder / "summary.json").read_text())["broken"] for folder in run.jobs] == [[BROKEN]] * 2
+
+
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
+    for folder, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no image in it; known: .jpg")):
+        with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):
+            ImageFiles(folder, SIZE, 3)
+    with pytest.raises(Refusal, match="1 or 3 channels, the model was trained on 4"):
+        ImageFiles(tmp_path, SIZE, 4)
+
+
+def test_an_exported_file_takes_raw_images_and_agrees(trained: Run, tmp_path: Path) -> None:
+    export = Program(tmp_path / "outputs", "scripts/export.py")
+    run = export(f"checkpoint={trained.folder}", "format=torch,onnx", "-m", ok=False)
+    files = sorted((images_of(trained) / CLASSES[0]).iterdir())
+    images = torch.stack([decoded(path) for path in files])
+    expected = by_hand(trained, [f"{CLASSES[0]}/{path.name}" for path in files])
+    program: Any = torch.export.load(run.jobs[0] / "model.pt2").module()
+    assert (program(images) - expected).abs().max() < 1e-5
+    assert (program(images[:1]) - expected[:1]).abs().max() < 1e-5
+    about = json.loads((run.jobs[0] / "model.json").read_text())
+    assert (about["classes"], about["input"]) == (list(CLASSES), ["n", 3, SIZE, SIZE])
+    if all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript")):
+        assert run.returncode == 0, run
+        from onnx.reference import ReferenceEvaluator
+
+        session = ReferenceEvaluator(str(run.jobs[1] / "model.onnx"))
+        (found,) = session.run(None, {"images": images.numpy()})
+        assert np.abs(found - expected.numpy()).max() < 1e-5
+    else:
+        assert run.returncode == 1
+        assert "job 1 failed: format=onnx needs " in run.stderr
+        assert "; format=torch does not" in run.stderr
+
+
+def decoded(path: Path) -> torch.Tensor:
+    image = Image.open(path).resize((SIZE, SIZE), Image.Resampling.BILINEAR, (0, 2, 16, 18))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def test_an_export_that_does_not_agree_is_seen() -> None:
+    spec = Spec(1, 4, ("a", "b"), mean=(0.5,), std=(0.25,))
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 2))
+    model = export.Deployed(net, spec)
+    assert export.difference(model, model, spec) == 0
+    assert export.difference(model, lambda images: model(images) + 1e-3, spec) > export.TOLERANCE
+    assert export.difference(model, lambda images: model(images.flip(0)), spec) > export.TOLERANCE
