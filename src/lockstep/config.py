@@ -16,6 +16,7 @@ from typing import Any
 from lockstep import layout as layouts
 from lockstep.checks import Check, choice, flag, node, optional_node, real, run_name, show, text, unknown, whole
 from lockstep.layout import Layout, Refusal
+from lockstep.sweeps import options
 from lockstep.targets import check_target, named
 
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
@@ -81,6 +82,7 @@ class Config:
     callbacks: dict[str, Any]
     logger: dict[str, Any]
     debug: dict[str, Any]
+    sweep: dict[str, Any]
     layout: Layout
     raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
 
@@ -132,6 +134,7 @@ CHECKS: dict[str, Check] = {
     "callbacks": optional_node,
     "logger": optional_node,
     "debug": optional_node,
+    "sweep": options.check,
 }
 
 # evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
@@ -161,6 +164,7 @@ ABSENT: dict[str, Any] = {
     "callbacks": {},
     "logger": {},
     "debug": {},
+    "sweep": {},
 }
 
 

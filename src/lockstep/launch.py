@@ -228,7 +228,7 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
     if signal.SIGTERM in asked:  # before this line
         signal.raise_signal(signal.SIGTERM)
-    _die_with(parent)
+    die_with(parent)
     heartbeat.join(int(os.environ["LOCAL_RANK"]))
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
@@ -251,7 +251,7 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         leave_group()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ends this worker when its parent is killed, or was before this call (Linux: prctl(PR_SET_PDEATHSIG); elsewhere
     the agent's death is noticed by the collectives only)."""
     if sys.platform == "linux":
