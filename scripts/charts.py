@@ -3,7 +3,7 @@ that they can be told apart without colour too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ def _curves(
         panel.spines[["top", "right"]].set_visible(False)
     if tag == "train/loss":
         panels[0].set_yscale("log")
+        for side in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+            side(lambda value, _: f"{value:.1g}" if f"{value:e}"[0] in "125" else "")
     panels[0].set_ylabel(tag)
     handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
@@ -78,21 +80,31 @@ def _curves(
 
 
 def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict[str, Any], shift: float) -> None:
-    """The mean of the seeds' curves where all of them have values."""
-    at: Callable[[Curve], Any] = lambda curve: getattr(curve, axis)  # noqa: E731
-    curves = [curve for curve in curves if at(curve) is not None]
+    """The seeds' mean value at the same samples seen, and the mean second at which they were."""
+    if axis == "seconds":
+        curves = [curve for curve in curves if curve.seconds is not None]
     if not curves:
         return
-    if len(curves) == 1:
-        x, values = at(curves[0]), curves[0].values[None]
-    else:
-        x = np.linspace(max(at(c)[0] for c in curves), min(at(c)[-1] for c in curves), GRID)
-        values = np.stack([np.interp(x, at(curve), curve.values) for curve in curves])
+    samples = curves[0].samples
+    if len(curves) > 1:
+        samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
+    values, seconds = (
+        np.stack([np.interp(samples, curve.samples, pick(curve)) for curve in curves]) for pick in (_values, _seconds)
+    )
+    x = samples if axis == "samples" else seconds.mean(0)
     every = max(1, len(x) // 6)
     marks = (int(shift * every), every)  # lines that coincide still show all their markers
     panel.plot(x, values.mean(0), label=label, markevery=marks, markersize=5, linewidth=1.5, **look)
     if len(curves) > 1:
         panel.fill_between(x, values.min(0), values.max(0), color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _values(curve: Curve) -> Any:
+    return curve.values
+
+
+def _seconds(curve: Curve) -> Any:
+    return curve.samples if curve.seconds is None else curve.seconds
 
 
 def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:

@@ -43,7 +43,7 @@ def open_storage(url: str) -> Any:
 def make_pruner(name: str) -> Any:
     """The first validation is left out: it says more about the warm-up than about the end."""
     pruners = optuna().pruners
-    return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1) if name == "median" else pruners.NopPruner()
+    return pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2) if name == "median" else pruners.NopPruner()
 
 
 @dataclass
