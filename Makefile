@@ -6,7 +6,7 @@ STAMP  := .venv/.from-lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test lint lock clean
+.PHONY: help setup train sweep test lint lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)
+
+sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2" or ARGS="sweep=optuna lr='interval(0.01,0.1)'"
+	@$(BIN)/python src/train.py -m $(ARGS)
 
 test: setup ## the whole suite; ARGS='-m "not slow"' leaves the whole-run proofs out
 	@$(BIN)/python -m pytest $(ARGS)

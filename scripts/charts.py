@@ -117,9 +117,11 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     colours = [styles[id(group)]["color"] for group in measured]
     speeds = [group.values("throughput", "samples_per_second") for group in measured]
     means = [float(np.mean(values)) for values in speeds]
-    spread = [[m - min(v) for m, v in zip(means, speeds, strict=True)], [max(v) - m for m, v in zip(means, speeds, strict=True)]]  # fmt: skip
+    ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
     several = any(len(values) > 1 for values in speeds)
-    bars = panels[0].barh(rows, means, color=colours, xerr=spread if several else None, ecolor="#555555", capsize=3)
+    bars = panels[0].barh(
+        rows, means, color=colours, xerr=np.transpose(ends) if several else None, ecolor="#555555", capsize=3
+    )
     panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8)
     panels[0].set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
     panels[0].set_yticks(rows, [group.label for group in measured], fontsize=8)

@@ -92,16 +92,17 @@ class Group:
     @property
     def memory(self) -> float | None:
         """Largest process, GiB."""
-        peaks = [run.curves["memory/peak_gib"].values.max() for run in self.completed if "memory/peak_gib" in run.curves]
+        curves = (run.curves.get("memory/peak_gib") for run in self.completed)
+        peaks = [curve.values.max() for curve in curves if curve]
         return float(max(peaks)) if peaks else None
 
     def row(self) -> dict[str, Cell]:
-        accuracy = self.values("metrics", "test/acc")
+        accuracy, whole = self.values("metrics", "test/acc"), len(self.completed)
         return {
             "layout": self.layout_name,
             "batch": self.layout.get("batch_size"),
             **{key: show(value) for key, value in self.apart.items()},
-            "runs": len(self.completed) if len(self.completed) == len(self.runs) else f"{len(self.completed)} of {len(self.runs)}",
+            "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
             "test acc": fmean(accuracy) if accuracy else None,
             "+-": stdev(accuracy) if len(accuracy) > 1 else None,
             "val acc": self.mean("metrics", "val/acc"),
@@ -128,7 +129,7 @@ class Comparison:
         for column in ("test acc", "samples/s"):
             values = [(value, number) for number, row in enumerate(self.rows) if (value := row[column]) is not None]
             if len(values) > 1:
-                found.add((max(values)[1], column))  # type: ignore[type-var]
+                found.add((max(values)[1], column))
         return found
 
     def table(self) -> Table:
@@ -177,7 +178,15 @@ CAPTION = (
     "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
     "GiB: largest process; bold: best"
 )
-FORMATS = {"test acc": ".4f", "+-": ".4f", "val acc": ".4f", "samples/s": ",.0f", "efficiency": ".0%", "GiB": ".2f", "seconds": ".1f"}  # fmt: skip
+FORMATS = {
+    "test acc": ".4f",
+    "+-": ".4f",
+    "val acc": ".4f",
+    "samples/s": ",.0f",
+    "efficiency": ".0%",
+    "GiB": ".2f",
+    "seconds": ".1f",
+}
 
 
 def text(column: str, value: Cell) -> str:
@@ -202,7 +211,9 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         inside = [path.parent for path in folder.rglob("summary.json")]
         inside += [path.parents[1] for path in folder.rglob(".hydra/config.yaml")]
         if not inside:
-            raise Refusal(f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it")
+            raise Refusal(
+                f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it"
+            )
         for run in sorted(set(inside), key=_natural):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
             found[run.absolute()] = Run(run, dict(flat(config)), read(run / "summary.json"))

@@ -33,7 +33,7 @@ class OptunaSweeper(Sweeper):
     """
 
     def __init__(self, params: DictConfig | None = None) -> None:
-        self.params = dict(params or {})
+        self.params = [f"{key!s}={value}" for key, value in (params or {}).items()]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.given = (config, hydra_context, task_function)
@@ -41,4 +41,4 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> Any:
         from lockstep.sweeps.search import search
 
-        search(*self.given, [*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        search(*self.given, [*self.params, *arguments])

@@ -31,8 +31,9 @@ def arguments(given: Sequence[str]) -> list[str]:
         Refusal: it is no sweep's folder, or what is given now would list other jobs.
     """
     wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
-    if not wanted or wanted[-1] in ("null", ""):
-        return list(given)
+    multirun = [argument for argument in given if argument in ("-m", "--multirun")]
+    if not wanted or wanted[-1] in ("null", ""):  # argparse takes the flag only before or after all overrides
+        return [*multirun[:1], *(argument for argument in given if argument not in multirun)]
     folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
@@ -43,9 +44,9 @@ def arguments(given: Sequence[str]) -> list[str]:
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
     kept = {_key(argument): argument for argument in [*of_hydra, *before]}
-    flags = [argument for argument in given if argument.startswith("-") and argument not in ("-m", "--multirun")]
-    now = [argument for argument in given if argument not in ("-m", "--multirun", *flags)]
-    now = [argument for argument in now if not argument.startswith(RESUME)]
+    rest = [argument for argument in given if argument not in multirun and not argument.startswith(RESUME)]
+    flags = [argument for argument in rest if argument.startswith("-")]
+    now = [argument for argument in rest if argument not in flags]
     for argument in now:
         changed = kept.get(_key(argument), argument)
         if _sweeps(argument) or _sweeps(changed):
@@ -146,7 +147,7 @@ def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
     """
     inside = jobs.in_place(config.num_nodes)
     if inside and count > 1:
-        raise Refusal(f"sweep.jobs={count}: needs fork and one machine; workers that exist already run one job at a time")
+        raise Refusal(f"sweep.jobs={count}: needs fork, on one machine, without torchrun; else jobs run one by one")
     gpus = gpu_count() if config.accelerator != "cpu" and count > 1 else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]

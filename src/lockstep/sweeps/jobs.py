@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from lockstep.launch import STARTED, Interrupted, die_with, external_workers, start_method
 from lockstep.layout import Refusal
 from lockstep.summary import write_summary
 
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDED_WELL = ("completed", "pruned")
 failures: list[str] = []  # of this process's sweep; `lockstep.cli` reads it, since Hydra hands nothing back
 
@@ -49,6 +50,13 @@ class Slot:
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running:
+    process: Any
+    job: Job
+    place: Slot
 
 
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
@@ -106,24 +114,26 @@ def run_jobs(
     import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
     fork = multiprocessing.get_context("fork")
-    running: dict[int, tuple[Any, Job, Slot]] = {}
+    running: dict[int, Running] = {}  # by what becomes ready when it ends
     free = list(places)
     with _signals_passed_on(running) as received:
         while True:
-            while free and not received and (job := next(jobs, None)):
-                place = free.pop(0)
-                job.started = time.monotonic()
-                process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
-                process.start()
-                running[process.sentinel] = (process, job, place)
+            while free and not received and (job := next(jobs, None)) is not None:
+                with _signals_held():  # none between a job's start and its being known
+                    if received:
+                        break
+                    place = free.pop(0)
+                    job.started = time.monotonic()
+                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process.start()
+                    running[process.sentinel] = Running(process, job, place)
             if not running:
                 break
             for sentinel in wait(list(running)):
-                process, job, place = running[sentinel]  # type: ignore[index]
-                process.join()
-                del running[sentinel]  # type: ignore[arg-type]
-                free.append(place)
-                ended(job, _verdict(job, process.exitcode))
+                over = running.pop(cast(int, sentinel))
+                over.process.join()
+                free.append(over.place)
+                ended(over.job, _verdict(over.job, over.process.exitcode))
         if received:
             raise Interrupted(received[0])
 
@@ -131,9 +141,9 @@ def run_jobs(
 def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, parent: int) -> None:
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in PASSED_ON:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     die_with(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
@@ -165,7 +175,7 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
         return summary
     if code < 0:
         conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
-    return {"status": "failed", "error": f"exit code {code}"} | summary_of(job.folder)
+    return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
 
 
 def conclude(folder: Path, status: str, error: str) -> None:
@@ -194,23 +204,29 @@ def prepare(job: Job) -> list[str]:
 
 
 @contextmanager
-def _signals_passed_on(running: Mapping[int, tuple[Any, Job, Slot]]) -> Iterator[list[int]]:
-    """SIGTERM, SIGINT and SIGUSR1 go to every job. Yields those received so far that end the sweep."""
+def _signals_passed_on(running: Mapping[int, Running]) -> Iterator[list[int]]:
+    """Signals go to every job. Yields those received so far that end the sweep."""
     received: list[int] = []
-    parent = os.getpid()
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != parent:  # a job that has not yet set its own handlers
-            os._exit(128 + signum)
         if signum != signal.SIGUSR1:
             received.append(signum)
-        for process, _, _ in list(running.values()):
+        for each in list(running.values()):
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signum)
+                os.kill(each.process.pid, signum)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {number: signal.signal(number, handler) for number in PASSED_ON}
     try:
         yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

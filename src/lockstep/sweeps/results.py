@@ -124,7 +124,7 @@ def _plot(study: Study) -> None:
 
 
 def _write_best(study: Study, best: Mapping[str, Any], config: DictConfig, context: HydraContext) -> None:
-    """The best trial's config as a file of conf/experiment/: the groups it chose, and what differs from their values."""
+    """The best trial's config as a file of conf/experiment/: its groups, and what differs from their values."""
     trial = next(trial for trial in study.finished() if trial.user_attrs["job"] == best["job"])
     record = Path(trial.user_attrs["folder"]) / ".hydra"
     chosen = OmegaConf.load(record / "hydra.yaml").hydra.runtime.choices

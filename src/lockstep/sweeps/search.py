@@ -36,12 +36,11 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     setup_globals()
     sweep = options.check("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     parsed = {override.key_or_group: override for override in _parser(context).parse_overrides(list(given))}
-    space = {
-        override.get_key_element(): distribution(override) for override in parsed.values() if override.is_sweep_override()
-    }
+    searched = [override for override in parsed.values() if override.is_sweep_override()]
+    space = {override.get_key_element(): distribution(override) for override in searched}
     if not space:
         raise Refusal("sweep=optuna: nothing to search; give lr='tag(log,interval(0.001,0.3))', say")
-    fixed = of_the_run(override.input_line for override in parsed.values() if not override.is_sweep_override())
+    fixed = of_the_run(str(override.input_line) for override in parsed.values() if override not in searched)
     folder = Path(config.hydra.sweep.dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "multirun.yaml") as file:

@@ -60,7 +60,7 @@ class Study:
             sampler = optuna().samplers.TPESampler(seed=self.sweep["seed"] * 100_003 + job, multivariate=True)
             self.study.sampler = sampler
             trial = self.study.ask(self.space)
-            running = open(self._lock(job), "wb")
+            running = open(self._lock(job), "wb")  # noqa: SIM115  closed when the trial has ended
             fcntl.flock(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
             trial.set_user_attr("job", job)
             trial.set_user_attr("folder", str(self.folder / str(job)))
@@ -116,5 +116,3 @@ class Study:
         with open(self.locks / "study", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-

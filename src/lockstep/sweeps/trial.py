@@ -79,4 +79,4 @@ class Trial:
             study = optuna().load_study(study_name=self.study, storage=storage, pruner=make_pruner(self.prune))
             of = storage.get_study_id_from_name(self.study)
             self._open = study, storage, storage.get_trial_id_from_study_id_trial_number(of, self.number)
-        return self._open  # type: ignore[no-any-return]
+        return self._open
