@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -21,6 +22,7 @@ from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
 from lockstep.sweeps.progress import Progress
 
 RESUME = "sweep.resume="
+MULTIRUN = ("-m", "--multirun")
 
 
 def arguments(given: Sequence[str]) -> list[str]:
@@ -31,9 +33,11 @@ def arguments(given: Sequence[str]) -> list[str]:
         Refusal: it is no sweep's folder, or what is given now would list other jobs.
     """
     wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
-    multirun = [argument for argument in given if argument in ("-m", "--multirun")]
-    if not wanted or wanted[-1] in ("null", ""):  # argparse takes the flag only before or after all overrides
-        return [*multirun[:1], *(argument for argument in given if argument not in multirun)]
+    # Hydra's flags come first: argparse takes overrides in one row only.
+    flags = [argument for argument in given if argument in MULTIRUN or re.match(r"--[\w-]+=", argument)]
+    now = [argument for argument in given if argument not in flags and not argument.startswith(RESUME)]
+    if not wanted or wanted[-1] in ("null", ""):
+        return [*flags, *now]
     folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
@@ -44,9 +48,6 @@ def arguments(given: Sequence[str]) -> list[str]:
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
     kept = {_key(argument): argument for argument in [*of_hydra, *before]}
-    rest = [argument for argument in given if argument not in multirun and not argument.startswith(RESUME)]
-    flags = [argument for argument in rest if argument.startswith("-")]
-    now = [argument for argument in rest if argument not in flags]
     for argument in now:
         changed = kept.get(_key(argument), argument)
         if _sweeps(argument) or _sweeps(changed):
@@ -54,7 +55,8 @@ def arguments(given: Sequence[str]) -> list[str]:
         kept[_key(argument)] = argument
     for key in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(key, None)
-    return ["-m", *flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
+    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
+    return [*flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
 
 
 def _key(override: str) -> str:
@@ -125,6 +127,7 @@ class Runner:
     def __call__(self, job: Job) -> None:
         composed = self.context.config_loader.load_sweep_config(self.config, jobs.prepare(job))
         with open_dict(composed):
+            composed.hydra.mode = RunMode.MULTIRUN  # which a search says in a file that its jobs are not composed with
             composed.hydra.job.id = composed.hydra.job.num = job.number
             composed.hydra.sweep.dir = str(job.folder.parent)  # also where the jobs' names differ
             composed.hydra.sweep.subdir = job.folder.name

@@ -105,11 +105,11 @@ def run_jobs(
         Interrupted: SIGTERM or SIGINT ended the sweep; the jobs were asked to save, and have ended.
     """
     if inside:
-        for job in jobs:
-            job.started = time.monotonic()
+        for each in jobs:
+            each.started = time.monotonic()
             os.environ[STARTED] = str(time.time())
-            start(job)
-            ended(job, summary_of(job.folder))
+            start(each)
+            ended(each, summary_of(each.folder))
         return
     import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
 

@@ -45,10 +45,10 @@ def write_results(study: Study, config: DictConfig, context: HydraContext) -> bo
         console.width = 160
     console.print(_table(study, rows))
     _plot(study)
-    _write_best(study, completed[0], config, context)
     shown = os.path.relpath(study.folder)
-    print(f"{shown}: trials.csv, plots/, experiment/best.yaml; the best again:")
-    print(f"  python src/train.py --config-dir={shown} experiment=best")
+    print(f"{shown}: trials.csv, plots/")
+    if _write_best(study, completed[0], config, context):
+        print(f"the best again: python src/train.py --config-dir={shown} experiment=best")
     return True
 
 
@@ -118,15 +118,21 @@ def _plot(study: Study) -> None:
         for name, make in draw.items():
             make()
             figure = pyplot.gcf()
-            figure.set_size_inches(max(8, 3 * len(study.space)) if name in ("slices", "parallel") else 8, 5)
+            figure.set_size_inches(max(8, 3.4 * len(study.space)) if name in ("slices", "parallel") else 8, 5)
+            if name == "parallel":
+                for axes in figure.axes:
+                    axes.grid(False)
             figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
             pyplot.close("all")
 
 
-def _write_best(study: Study, best: Mapping[str, Any], config: DictConfig, context: HydraContext) -> None:
-    """The best trial's config as a file of conf/experiment/: its groups, and what differs from their values."""
+def _write_best(study: Study, best: Mapping[str, Any], config: DictConfig, context: HydraContext) -> bool:
+    """Writes the best trial's config as a file of conf/experiment/: its groups, and what differs from their values."""
     trial = next(trial for trial in study.finished() if trial.user_attrs["job"] == best["job"])
     record = Path(trial.user_attrs["folder"]) / ".hydra"
+    if not record.is_dir():
+        print(f"{record.parent}: the best trial's folder is gone, so there is no experiment/best.yaml", file=sys.stderr)
+        return False
     chosen = OmegaConf.load(record / "hydra.yaml").hydra.runtime.choices
     groups = {group: chosen[group] for group in GROUPS if group in chosen}
     plain = context.config_loader.load_configuration(
@@ -140,6 +146,7 @@ def _write_best(study: Study, best: Mapping[str, Any], config: DictConfig, conte
     head = f"# @package _global_\n# the best of {len(study.finished())} trials (job {best['job']}): {found}\n"
     with replacing(study.folder / "experiment" / "best.yaml") as file:
         file.write((head + OmegaConf.to_yaml(OmegaConf.create(content))).encode())
+    return True
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,10 +42,9 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
         raise Refusal("sweep=optuna: nothing to search; give lr='tag(log,interval(0.001,0.3))', say")
     fixed = of_the_run(str(override.input_line) for override in parsed.values() if override not in searched)
     folder = Path(config.hydra.sweep.dir).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "multirun.yaml") as file:
-        file.write(OmegaConf.to_yaml(config).encode())
     study = Study(folder, str(config.name), sweep, space)
+    with study.alone(), replacing(folder / "multirun.yaml") as file:
+        file.write(OmegaConf.to_yaml(config).encode())
     places, inside = devices(sweep["jobs"], config)
     progress = Progress(sweep["trials"], sweep["metric"], sweep["mode"], len(places))
     for trial in study.finished():
@@ -72,7 +71,9 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     finally:
         if len(study.finished()) < sweep["trials"]:
             hint(folder)
-    if not write_results(study, config, context):
+    with study.alone():
+        good = write_results(study, config, context)
+    if not good:
         jobs.failures.extend("no trial was completed" for _ in study.finished())
 
 

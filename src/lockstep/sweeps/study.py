@@ -44,14 +44,14 @@ class Study:
         self.folder, self.name, self.sweep, self.space = folder, name, sweep, dict(space)
         self.url = sweep["storage"] or f"sqlite:///{folder / 'study.db'}"
         direction = {"max": "maximize", "min": "minimize"}[sweep["mode"]]
-        with self._alone():
+        with self.alone():
             self.study = optuna().create_study(
                 study_name=name, storage=open_storage(self.url), direction=direction, load_if_exists=True
             )
 
     def draw(self) -> Drawn | None:
         """The next trial; None when enough are made or being made."""
-        with self._alone():
+        with self.alone():
             self._bury()
             living = self.living()
             if len(living) >= self.sweep["trials"]:
@@ -112,7 +112,8 @@ class Study:
         return True
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """One process at a time, of those that share the folder."""
         with open(self.locks / "study", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
