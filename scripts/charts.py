@@ -74,7 +74,14 @@ def _curves(
     handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
     figure.suptitle(title + (": mean over seeds, shaded from least to most" if several else ""))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize=8, frameon=False)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(6, 120 // (6 + max(map(len, labels))))),
+        fontsize=8,
+        frameon=False,
+    )
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -23,6 +23,7 @@ from lockstep.layout import Refusal
 ASIDE = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
 # What `layout` and `batch` say already.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
+LONGEST = 50  # characters of a label
 Cell = str | float | int | None
 
 
@@ -54,6 +55,7 @@ class Group:
     runs: list[Run]
     apart: dict[str, Any]  # what sets it apart from other groups, the layout left out
     efficiency: float | None = None  # samples/s of a device, against one alone
+    label: str = ""  # what tells it apart in a plot
 
     @property
     def completed(self) -> list[Run]:
@@ -77,10 +79,6 @@ class Group:
         pieces = f", {layout['pieces']} pieces" if layout["pieces"] > 1 else ""
         return f"{layout['strategy']} {world} {kind}{'s' * (world > 1)}{nodes}{pieces}"
 
-    @property
-    def label(self) -> str:
-        return ", ".join([self.layout_name, *(f"{key}={show(value)}" for key, value in self.apart.items())])
-
     def values(self, section: str, key: str) -> list[float]:
         found = (run.number(section, key) for run in self.completed)
         return [value for value in found if value is not None]
@@ -98,10 +96,12 @@ class Group:
 
     def row(self) -> dict[str, Cell]:
         accuracy, whole = self.values("metrics", "test/acc"), len(self.completed)
+        named = {"run": self.label.removeprefix("run ")} if self.label.startswith("run ") else {}
         return {
+            **named,
             "layout": self.layout_name,
             "batch": self.layout.get("batch_size"),
-            **{key: show(value) for key, value in self.apart.items()},
+            **{key: _brief(value) for key, value in self.apart.items()},
             "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
             "test acc": fmean(accuracy) if accuracy else None,
             "+-": stdev(accuracy) if len(accuracy) > 1 else None,
@@ -135,7 +135,7 @@ class Comparison:
     def table(self) -> Table:
         shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left")
         for column in self.rows[0]:
-            shown.add_column(column, justify="left" if column == "layout" else "right", overflow="fold")
+            shown.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
         best = self.best()
         for number, row in enumerate(self.rows):
             cells = ((column, text(column, value)) for column, value in row.items())
@@ -240,9 +240,28 @@ def compare(runs: Sequence[Run]) -> Comparison:
     keys = _apart(groups)
     for group in groups:
         group.apart = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
-    for group in groups:
-        group.efficiency = _efficiency(group, groups)
+    for group, label in zip(groups, _labels(groups), strict=True):
+        group.efficiency, group.label = _efficiency(group, groups), label
     return Comparison(groups)
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    """Only what differs; where that is too long for a legend, the folder's name."""
+    layouts = len({group.layout_name for group in groups}) > 1 or not groups[0].apart
+    batches = len({group.layout.get("batch_size") for group in groups}) > 1
+    labels = []
+    for group in groups:
+        parts = [group.layout_name] if layouts else []
+        parts += [f"batch {group.layout.get('batch_size')}"] if batches else []
+        parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.apart.items()]
+        labels.append(", ".join(parts))
+    if max(map(len, labels)) > LONGEST:
+        return [f"run {group.runs[0].folder.name}" for group in groups]
+    return labels
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 
 def _apart(groups: Sequence[Group]) -> list[str]:
