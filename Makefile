@@ -6,7 +6,7 @@ STAMP  := .venv/.from-lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train dashboard test lint lock clean
+.PHONY: help setup train sweep dashboard test lint lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)
+
+sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2" or ARGS="sweep=optuna lr='interval(0.01,0.1)'"
+	@$(BIN)/python src/train.py -m $(ARGS)
 
 dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
 	@$(BIN)/tensorboard --logdir outputs --host 127.0.0.1 $(ARGS)

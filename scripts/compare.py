@@ -1,149 +1,66 @@
-"""What differs between two runs:
+"""Runs side by side: a sweep, or any runs:
 
-    python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other>
+    python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
+    python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Config, code, versions, machine, layout, data, and what came out, to the bits of the weights. What is the same in both
-is named in one line, not listed. Exit codes: 0 compared, 2 bad input.
+Runs that differ in nothing but their seed are one row. The table comes to the terminal, and as compare.md, .csv and
+.json into the folder given (`--to` names another), with plots: loss, accuracy, speed. Exactly two runs are compared in
+all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from rich import box
+import pair
+from groups import Comparison, compare, find_runs, is_run
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lockstep.layout import Refusal
-
-ABSENT = "-"
-OUTCOME = ("status", "error", "steps", "epochs", "samples_seen", "restarts", "metrics", "throughput", "weights_sha256")
-
-Facts = dict[str, dict[str, Any]]  # section -> dotted key -> value
-
-
-def facts(folder: Path) -> Facts:
-    """What a run folder says about its run, by sections.
-
-    Raises:
-        Refusal: it is no run folder, or a file in it can't be read.
-    """
-    if not folder.is_dir():
-        raise Refusal(f"{folder}: no such folder")
-    summary, made = _read(folder / "summary.json"), _read(folder / "provenance.json")
-    config = made.get("config") or _read(folder / ".hydra" / "config.yaml")
-    if not (summary or config):
-        raise Refusal(f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml")
-    code = dict(made.get("git") or summary.get("git") or {})
-    if (patch := folder / "git.diff").is_file():
-        code["changes"] = hashlib.sha256(patch.read_bytes()).hexdigest()
-    sections = {
-        "config": config,
-        "code": code,
-        "versions": made.get("versions") or summary.get("versions"),
-        "machine": made.get("machine"),
-        "layout": summary.get("layout"),
-        "data": {"fingerprint": made["data_fingerprint"]} if "data_fingerprint" in made else None,
-        "outcome": {key: summary.get(key) for key in OUTCOME if key in summary},
-    }
-    return {name: dict(flat(section or {})) for name, section in sections.items()}
-
-
-def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings, by dotted keys."""
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
-
-
-def differences(one: Facts, other: Facts) -> list[tuple[str, str, str, str]]:
-    """Section, key, and the two values as they are shown, of everything that is not the same in both."""
-    found = []
-    for section, values in one.items():
-        others = other[section]
-        for key in [*values, *(key for key in others if key not in values)]:
-            left, right = values.get(key, ABSENT), others.get(key, ABSENT)
-            if left != right:
-                found.append((section, key, show(left), show(right)))
-    return found
-
-
-def show(value: Any) -> str:
-    """A value in a cell: digests cut, numbers short enough to be compared by eye."""
-    if isinstance(value, str) and len(value) >= 40 and set(value) <= set("0123456789abcdef"):
-        return value[:12]
-    return "null" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def verdict(one: Facts, other: Facts) -> str:
-    """The last line: what the weights say."""
-    digests = [side["outcome"].get("weights_sha256") for side in (one, other)]
-    if None in digests:
-        return "weights: a run without an end has none to compare"
-    return "weights: the same bits" if digests[0] == digests[1] else "weights: different bits"
-
-
-def table(rows: list[tuple[str, str, str, str]], names: tuple[str, str]) -> Table:
-    shown = Table("", "", box=box.SIMPLE_HEAD)
-    for name in names:
-        shown.add_column(Text(name), overflow="fold")
-    for (section, *cells), before in zip(rows, [None, *rows], strict=False):
-        first = before is None or before[0] != section
-        shown.add_row(section if first else "", *map(Text, cells))
-    return shown
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON or YAML file's mapping; empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        text = path.read_text()
-        found: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise Refusal(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
-    if not isinstance(found, dict):
-        raise Refusal(f"{path}: not a mapping")
-    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="run", help="a run folder")
-    runs = parser.parse_args().runs
-    try:
-        one, other = map(facts, runs)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    rows = differences(one, other)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
+    parser.add_argument("--to", type=Path, metavar="folder", help="where table and plots go")
+    given = parser.parse_args()
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # a pipe has no width of its own
-    if rows:
-        console.print(table(rows, (str(runs[0]), str(runs[1]))))
-    same = [name for name in one if (one[name] or other[name]) and name not in {row[0] for row in rows}]
-    unknown = [name for name in one if not (one[name] or other[name])]
-    if same:
-        console.print(f"the same in both: {', '.join(same)}")
-    if unknown:
-        console.print(f"neither tells: {', '.join(unknown)}")
-    console.print(verdict(one, other))
+    try:
+        if len(given.runs) == 2 and all(map(is_run, given.runs)):
+            pair.report(console, (given.runs[0], given.runs[1]))
+            return 0
+        found = compare(find_runs(given.runs))
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    folder = given.to or Path(os.path.commonpath([run.absolute() for run in given.runs])) / "compare"
+    folder.mkdir(parents=True, exist_ok=True)
+    console.print(found.table())
+    for line in found.remarks():
+        console.print(line, markup=False)
+    plots = _plots(found, folder)
+    found.write(folder, plots)
+    console.print(f"{os.path.relpath(folder)}: compare.md, compare.csv, compare.json {' '.join(plots)}", markup=False)
     return 0
+
+
+def _plots(found: Comparison, folder: Path) -> list[str]:
+    """File names of the plots drawn; none without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        print("no plots: they need matplotlib", file=sys.stderr)
+        return []
+    from charts import draw
+
+    return draw(found.groups, folder)
 
 
 if __name__ == "__main__":

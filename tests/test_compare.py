@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, Program
+from curves import read_curves
+from torch.utils.tensorboard import SummaryWriter
 
 TINY = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=32", "logger=none")
 
@@ -88,3 +92,97 @@ def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, reason: st
     assert done.stderr.startswith(f"error: {bad}")
     assert reason in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# Any number of runs
+
+
+LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
+
+
+def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: float = 0.1, **summary: Any) -> None:
+    """A run by hand, of a sweep over devices, seeds and rates."""
+    layout = LAYOUT | {"strategy": "ddp", "devices": devices, "accumulate_grad_batches": 1, "pieces": devices}
+    told = {"status": "completed", "layout": layout, "metrics": {"test/acc": acc, "val/acc": acc / 2}}
+    told["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
+    written(folder, **(told | summary))
+    config = {"lr": lr, "seed": seed, "devices": devices, "batch_size": 32, "strategy": {"name": "ddp"}}
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for number, (devices, seed, acc, speed) in enumerate(
+        [(1, 0, 0.5, 90.0), (1, 1, 0.7, 110.0), (2, 0, 0.8, 150.0), (2, 1, 0.6, 150.0)]
+    ):
+        job(tmp_path / str(number), devices, seed, acc, speed)
+    job(tmp_path / "10", 2, 2, 0.1, 1.0, status="failed", error="no luck")
+    return tmp_path
+
+
+def test_seeds_are_one_row(sweep: Path) -> None:
+    done = compare(sweep)
+    assert done.returncode == 0, done.stderr
+    one, two = told = json.loads((sweep / "compare" / "compare.json").read_text())
+    assert [row["layout"] for row in told] == ["ddp 1 device", "ddp 2 devices, 2 pieces"]
+    assert [row["runs"] for row in told] == [2, "2 of 3"]
+    assert one["test acc"] == pytest.approx(0.6)
+    assert one["+-"] == pytest.approx(0.1414, abs=1e-4)
+    assert (one["val acc"], one["samples/s"], one["seconds"], one["GiB"]) == (0.3, 100, 2, None)
+    assert [row["efficiency"] for row in told] == [1.0, 0.75], "150 on two devices, 100 on one"
+    assert list(two["folders"].values()) == ["completed", "completed", "failed"]
+    assert "10 (ddp 2 devices, 2 pieces): failed, no luck" in done.stdout
+    with open(sweep / "compare" / "compare.csv", newline="") as file:
+        assert [row["samples/s"] for row in csv.DictReader(file)] == ["100.0", "150.0"]
+    page = (sweep / "compare" / "compare.md").read_text()
+    assert "| ddp 2 devices, 2 pieces | 32 | 2 of 3 | **0.7000** | 0.1414 | 0.3500 | **150** | 75% | - | 2.0 |" in page
+    assert "![](speed.png)" in page
+    assert (sweep / "compare" / "speed.png").stat().st_size > 10_000
+
+
+def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path) -> None:
+    job(sweep / "11", 2, 0, 0.9, 300.0, lr=0.2)
+    assert compare(sweep, "--to", sweep / "there").returncode == 0
+    told = json.loads((sweep / "there" / "compare.json").read_text())
+    assert [(row["layout"], row["lr"], row["efficiency"]) for row in told] == [
+        ("ddp 1 device", "0.1", 1.0),
+        ("ddp 2 devices, 2 pieces", "0.1", 0.75),
+        ("ddp 2 devices, 2 pieces", "0.2", None),
+    ]
+
+
+def test_a_folder_without_runs(tmp_path: Path) -> None:
+    done = compare(tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no run folder" in done.stderr
+
+
+def test_curves_of_a_run_that_went_on_later(tmp_path: Path) -> None:
+    """Stopped at step 3, continued an hour later from step 2: its clock stands still, and step 3 counts once."""
+    for start, steps in ((1000.0, (1, 2, 3)), (4600.0, (3, 4))):
+        writer = SummaryWriter(str(tmp_path / "tensorboard"))
+        for number, step in enumerate(steps):
+            writer.add_scalar("train/loss", 10.0 * step + (start > 4000), step, walltime=start + number)
+        writer.close()
+    curve = read_curves(tmp_path, {"steps": 4, "samples_seen": 126})["train/loss"]
+    assert curve.values.tolist() == [10, 20, 31, 41]
+    assert curve.samples.tolist() == [31.5, 63, 94.5, 126]
+    assert curve.seconds is not None
+    assert np.diff(curve.seconds).max() <= 2
+
+
+def test_curves_and_memory_of_real_runs(tmp_path: Path) -> None:
+    """From event files, and without times from csv."""
+    options = (*TINY[:-1], "data.samples=200", "max_steps=12", "log_every=2", "threads=1", "logger=tensorboard,csv")
+    run = Program(tmp_path / "outputs")(*options, "-m")
+    events, rows = (read_curves(folder, json.loads((folder / "summary.json").read_text())) for folder in run.jobs)
+    for tag in ("train/loss", "val/acc"):
+        np.testing.assert_allclose(events[tag].values, rows[tag].values, rtol=1e-5)
+    assert rows["train/loss"].seconds is None
+    assert events["train/loss"].samples[-1] == rows["train/loss"].samples[-1]
+    done = compare(run.jobs[0].parent)
+    (row,) = json.loads((run.jobs[0].parent / "compare" / "compare.json").read_text())
+    assert 0 < row["GiB"] < 10
+    for name in ("loss.png", "accuracy.png", "speed.png"):
+        assert name in done.stdout
+        assert (run.jobs[0].parent / "compare" / name).stat().st_size > 10_000

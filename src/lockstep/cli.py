@@ -26,7 +26,8 @@ from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.layout import Refusal
-from lockstep.summary import write_summary
+from lockstep.sweeps import grid
+from lockstep.sweeps.jobs import conclude, failures
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
@@ -41,25 +42,23 @@ def command(job: Job, config_name: str) -> NoReturn:
     """
     register_resolvers()
     errors: list[Exception] = []  # kept from Hydra, which would print them its own way
-    sweeping, composed = False, True
+    composed = True
 
     def task(cfg: DictConfig) -> Any:
-        nonlocal sweeping
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
-        if sweeping and HydraConfig.get().job.num:
-            os.environ[STARTED] = str(time.time())
         goes_on = HydraConfig.get().output_subdir is None  # see resume.overrides
         try:
             with resume.recorded(cfg, folder, BAD_INPUT) if goes_on else nullcontext():
                 return job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
         except Exception as error:
+            if sweeping:  # the sweep tells of it, from its own process
+                conclude(folder, "failed", line(error, config_name))
+                if full:
+                    traceback.print_exception(error)
+                return None
             errors.append(error)
-            if sweeping:
-                print(f"job {HydraConfig.get().job.num} failed: {line(error, config_name)}", file=sys.stderr)
-                if not (folder / "summary.json").exists():
-                    write_summary(folder / "summary.json", {"status": "failed", "error": line(error, config_name)})
-            elif isinstance(error, BAD_INPUT):
+            if isinstance(error, BAD_INPUT):
                 forget(folder)
             return None
 
@@ -70,25 +69,25 @@ def command(job: Job, config_name: str) -> NoReturn:
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     try:
-        sys.argv[1:] = resume.overrides(sys.argv[1:], config_name)
+        sys.argv[1:] = grid.arguments(resume.overrides(sys.argv[1:], config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
         code = getattr(interrupted, "code", 130)
-        if code == 143 and not sweeping and (told := slurm.requeue()):
+        if code == 143 and resume.SWEEP.isdisjoint(sys.argv) and (told := slurm.requeue()):
             print(told, file=sys.stderr)
         sys.exit(code)
     except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False
+    if failures:
+        print(f"error: {len(failures)} job{'s' * (len(failures) > 1)} of the sweep failed", file=sys.stderr)
+        sys.exit(FAILED)
     if not errors:
         sys.exit(0)
     if full:
         for error in errors:
             traceback.print_exception(error)
-    if sweeping:
-        print(f"error: {len(errors)} job{'s' * (len(errors) > 1)} of the sweep failed", file=sys.stderr)
-        sys.exit(FAILED)
     print(f"error: {line(errors[0], config_name)}", file=sys.stderr)
     sys.exit(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
 

@@ -29,6 +29,7 @@ from lockstep.checks import (
     whole,
 )
 from lockstep.layout import Layout, Refusal
+from lockstep.sweeps import options
 from lockstep.targets import check_target, named
 
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
@@ -95,6 +96,7 @@ class Config:
     callbacks: dict[str, Any]
     logger: dict[str, Any]
     debug: dict[str, Any]
+    sweep: dict[str, Any]
     layout: Layout
     raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
 
@@ -147,6 +149,7 @@ CHECKS: dict[str, Check] = {
     "callbacks": optional_node,
     "logger": optional_node,
     "debug": optional_node,
+    "sweep": options.check,
 }
 
 # evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
@@ -177,6 +180,7 @@ ABSENT: dict[str, Any] = {
     "callbacks": {},
     "logger": {},
     "debug": {},
+    "sweep": {},
 }
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 from lockstep import checkpoint_io, fast, logs, provenance
 from lockstep.callbacks import Agreement, FoundPieces, Heartbeat, Preemption, StandIn
 from lockstep.callbacks.found_pieces import kept
+from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
@@ -170,7 +171,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     config = replace(config, layout=kept(config, resumed) or config.layout)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank
-    callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder), Preemption(folder)]
+    callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder)]
+    callbacks += [*pruning(), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
@@ -195,6 +197,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.fitted()
         run.finish("interrupted", str(interrupted))
         raise
+    except Pruned as pruned:
+        run.fitted()
+        return run.finish("pruned", str(pruned))
     except BaseException as error:
         logging.root.error("the run failed", exc_info=error)
         with suppress(OSError):  # a full disk, say

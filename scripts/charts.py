@@ -1,0 +1,153 @@
+"""Plots of groups of runs as PNG: loss, accuracy, speed. A group has its colour, line and marker in all of them, so
+that they can be told apart without colour too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("agg")
+from curves import Curve
+from groups import Group
+from matplotlib import pyplot
+
+# Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":")
+MARKERS = "osD^vP*X<>"
+MOST = 12  # groups in a plot of curves; the most accurate ones
+GRID = 200  # points of a mean over seeds
+
+
+def draw(groups: Sequence[Group], folder: Path) -> list[str]:
+    """Draws what the groups have data for; returns the files' names."""
+    shown = [group for group in groups if group.completed]
+    styles = {id(group): style(number) for number, group in enumerate(shown)}
+    best = sorted(shown, key=lambda group: -(group.mean("metrics", "test/acc") or 0))[:MOST]
+    curved = [group for group in shown if group in best]
+    some = f" (the best {MOST} of {len(shown)})" if len(shown) > MOST else ""
+    made = []
+    for name, tag, title, axes in (
+        ("loss.png", "train/loss", f"Training loss{some}", ("samples", "seconds")),
+        ("accuracy.png", "val/acc", f"Validation accuracy{some}", ("samples", "seconds")),
+    ):
+        if any(tag in run.curves for group in curved for run in group.completed):
+            _curves(curved, styles, tag, title, axes, folder / name)
+            made.append(name)
+    if any(group.mean("throughput", "samples_per_second") for group in shown):
+        _bars(shown, styles, folder / "speed.png")
+        made.append("speed.png")
+    return made
+
+
+def style(number: int) -> dict[str, Any]:
+    """Of group `number`: no two of 140 alike in both colour and marker."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": LINES[number % len(LINES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }
+
+
+def _curves(
+    groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, axes: Sequence[str], path: Path
+) -> None:
+    figure, panels = pyplot.subplots(1, len(axes), figsize=(11, 4.6), sharey=True, layout="constrained")
+    names = {"samples": "samples seen", "seconds": "seconds of training, validation included"}
+    for panel, axis in zip(panels, axes, strict=True):
+        for number, group in enumerate(groups):
+            curves = [run.curves[tag] for run in group.completed if tag in run.curves]
+            _mean(panel, curves, axis, group.label, styles[id(group)], number / len(groups))
+        panel.set_xlabel(names[axis])
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    if tag == "train/loss":
+        panels[0].set_yscale("log")
+        for side in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
+            side(lambda value, _: f"{value:.1g}" if f"{value:e}"[0] in "125" else "")
+    panels[0].set_ylabel(tag)
+    handles, labels = panels[0].get_legend_handles_labels()
+    several = any(len(group.completed) > 1 for group in groups)
+    figure.suptitle(title + (": mean over seeds, shaded from least to most" if several else ""))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=max(1, min(6, 120 // (6 + max(map(len, labels))))),
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict[str, Any], shift: float) -> None:
+    """The seeds' mean value at the same samples seen, and the mean second at which they were."""
+    if axis == "seconds":
+        curves = [curve for curve in curves if curve.seconds is not None]
+    if not curves:
+        return
+    samples = curves[0].samples
+    if len(curves) > 1:
+        samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
+    values, seconds = (
+        np.stack([np.interp(samples, curve.samples, pick(curve)) for curve in curves]) for pick in (_values, _seconds)
+    )
+    x = samples if axis == "samples" else seconds.mean(0)
+    every = max(1, len(x) // 6)
+    marks = (int(shift * every), every)  # lines that coincide still show all their markers
+    panel.plot(x, values.mean(0), label=label, markevery=marks, markersize=5, linewidth=1.5, **look)
+    if len(curves) > 1:
+        panel.fill_between(x, values.min(0), values.max(0), color=look["color"], alpha=0.12, linewidth=0)
+
+
+def _values(curve: Curve) -> Any:
+    return curve.values
+
+
+def _seconds(curve: Curve) -> Any:
+    return curve.samples if curve.seconds is None else curve.seconds
+
+
+def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
+    """Samples per second, and efficiency where there is a run on one device to measure by."""
+    measured = [group for group in groups if group.mean("throughput", "samples_per_second")]
+    efficient = any(group.efficiency is not None for group in measured)
+    size = (11 if efficient else 7, 1.2 + 0.36 * len(measured))
+    figure, grid = pyplot.subplots(1, 1 + efficient, figsize=size, sharey=True, layout="constrained", squeeze=False)
+    panels, rows = grid[0], np.arange(len(measured))
+    colours = [styles[id(group)]["color"] for group in measured]
+    speeds = [group.values("throughput", "samples_per_second") for group in measured]
+    means = [float(np.mean(values)) for values in speeds]
+    ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
+    several = any(len(values) > 1 for values in speeds)
+    bars = panels[0].barh(
+        rows, means, color=colours, xerr=np.transpose(ends) if several else None, ecolor="#555555", capsize=3
+    )
+    panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8)
+    panels[0].set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
+    panels[0].set_yticks(rows, [group.label for group in measured], fontsize=8)
+    panels[0].invert_yaxis()
+    if efficient:
+        shares = [100 * (group.efficiency or 0) for group in measured]
+        bars = panels[1].barh(rows, shares, color=colours)
+        texts = [ABSENT_LABEL if group.efficiency is None else f"{100 * group.efficiency:.0f}%" for group in measured]
+        panels[1].bar_label(bars, texts, padding=4, fontsize=8)
+        panels[1].axvline(100, color="#555555", linewidth=1, linestyle=":")
+        panels[1].set_xlabel("% of the fastest single device, per device")
+    for panel in panels:
+        panel.margins(x=0.18)
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Throughput and efficiency" if efficient else "Throughput")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+ABSENT_LABEL = "no single device to measure by"

@@ -1,0 +1,71 @@
+"""A run's curves, from its event files or its csv: against samples seen and against seconds of training."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TAGS = ("train/loss", "val/acc", "memory/peak_gib")
+Point = tuple[float, float, float]  # optimizer step, seconds, value
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over a run; float64 [points] each."""
+
+    samples: Numbers
+    seconds: Numbers | None  # csv files have no times
+    values: Numbers
+
+
+def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
+    """The curves of TAGS that the run has."""
+    per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
+    if any((folder / "tensorboard").glob("events.out.tfevents.*")):
+        points = _from_events(folder / "tensorboard")
+    elif (folder / "csv" / "metrics.csv").is_file():
+        points = _from_csv(folder / "csv" / "metrics.csv")
+    else:
+        return {}
+    curves = {}
+    for tag, kept in points.items():
+        if kept:
+            steps, seconds, values = np.array(kept, dtype=np.float64).T
+            curves[tag] = Curve(steps * per_step, None if np.isnan(seconds).any() else seconds, values)
+    return curves
+
+
+def _from_events(folder: Path) -> dict[str, list[Point]]:
+    """A run that was stopped and continued has a file for each time: its clock stands still between them, and what was
+    drawn after the last checkpoint counts once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sessions = []
+    for path in folder.glob("events.out.tfevents.*"):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        if found := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag in TAGS}:
+            first = min(series[0].wall_time for series in found.values())
+            sessions.append((first, min(first, events.FirstEventTimestamp()), found))
+    points: dict[str, list[Point]] = {tag: [] for tag in TAGS}
+    before = 0.0
+    for _, start, found in sorted(sessions, key=lambda session: session[0]):
+        first = min(event.step for series in found.values() for event in series)
+        for tag, kept in points.items():
+            kept[:] = [point for point in kept if point[0] < first]
+            kept += [(event.step, before + event.wall_time - start, event.value) for event in found.get(tag, ())]
+        before = max(point[1] for kept in points.values() for point in kept)
+    return points
+
+
+def _from_csv(path: Path) -> dict[str, list[Point]]:
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {tag: [(float(row["step"]), nan, float(row[tag])) for row in rows if row.get(tag)] for tag in TAGS}

@@ -1,0 +1,288 @@
+"""Runs of one config and several seeds as one row: accuracy, speed, memory, time, and what sets the rows apart."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from curves import Curve, read_curves
+from pair import ABSENT, flat, read, show
+from rich import box
+from rich.table import Table
+
+from lockstep.layout import Refusal
+
+# What runs may differ in and still be the same experiment.
+ASIDE = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
+# What `layout` and `batch` say already.
+LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
+LONGEST = 50  # characters of a label
+Cell = str | float | int | None
+
+
+@dataclass
+class Run:
+    """A run folder."""
+
+    folder: Path
+    config: dict[str, Any]  # dotted keys
+    summary: dict[str, Any]
+
+    @property
+    def completed(self) -> bool:
+        return bool(self.summary.get("status") == "completed")
+
+    def number(self, section: str, key: str) -> float | None:
+        found = (self.summary.get(section) or {}).get(key)
+        return None if found is None else float(found)
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        return read_curves(self.folder, self.summary)
+
+
+@dataclass
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    runs: list[Run]
+    apart: dict[str, Any]  # what sets it apart from other groups, the layout left out
+    efficiency: float | None = None  # samples/s of a device, against one alone
+    label: str = ""  # what tells it apart in a plot
+
+    @property
+    def completed(self) -> list[Run]:
+        return [run for run in self.runs if run.completed]
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        return next((run.summary["layout"] for run in self.runs if run.summary.get("layout")), {})
+
+    @property
+    def world(self) -> int:
+        return int(self.layout.get("devices", 0)) * int(self.layout.get("num_nodes", 0))
+
+    @property
+    def layout_name(self) -> str:
+        layout, world = self.layout, self.world
+        if not layout:
+            return ABSENT
+        kind = "GPU" if layout["accelerator"] == "gpu" else "device"
+        nodes = f" on {layout['num_nodes']} machines" if layout["num_nodes"] > 1 else ""
+        pieces = f", {layout['pieces']} pieces" if layout["pieces"] > 1 else ""
+        return f"{layout['strategy']} {world} {kind}{'s' * (world > 1)}{nodes}{pieces}"
+
+    def values(self, section: str, key: str) -> list[float]:
+        found = (run.number(section, key) for run in self.completed)
+        return [value for value in found if value is not None]
+
+    def mean(self, section: str, key: str) -> float | None:
+        values = self.values(section, key)
+        return fmean(values) if values else None
+
+    @property
+    def memory(self) -> float | None:
+        """Largest process, GiB."""
+        curves = (run.curves.get("memory/peak_gib") for run in self.completed)
+        peaks = [curve.values.max() for curve in curves if curve]
+        return float(max(peaks)) if peaks else None
+
+    def row(self) -> dict[str, Cell]:
+        accuracy, whole = self.values("metrics", "test/acc"), len(self.completed)
+        named = {"run": self.label.removeprefix("run ")} if self.label.startswith("run ") else {}
+        return {
+            **named,
+            "layout": self.layout_name,
+            "batch": self.layout.get("batch_size"),
+            **{key: _brief(value) for key, value in self.apart.items()},
+            "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
+            "test acc": fmean(accuracy) if accuracy else None,
+            "+-": stdev(accuracy) if len(accuracy) > 1 else None,
+            "val acc": self.mean("metrics", "val/acc"),
+            "samples/s": self.mean("throughput", "samples_per_second"),
+            "efficiency": self.efficiency,
+            "GiB": self.memory,
+            "seconds": self.mean("throughput", "seconds"),
+        }  # fmt: skip
+
+
+@dataclass
+class Comparison:
+    """All groups, in the order of their first runs."""
+
+    groups: list[Group]
+
+    @property
+    def rows(self) -> list[dict[str, Cell]]:
+        return [group.row() for group in self.groups]
+
+    def best(self) -> set[tuple[int, str]]:
+        """Row and column of the best values."""
+        found = set()
+        for column in ("test acc", "samples/s"):
+            values = [(value, number) for number, row in enumerate(self.rows) if (value := row[column]) is not None]
+            if len(values) > 1:
+                found.add((max(values)[1], column))
+        return found
+
+    def table(self) -> Table:
+        shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left")
+        for column in self.rows[0]:
+            shown.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
+        best = self.best()
+        for number, row in enumerate(self.rows):
+            cells = ((column, text(column, value)) for column, value in row.items())
+            shown.add_row(*(f"[bold]{cell}[/]" if (number, column) in best else cell for column, cell in cells))
+        return shown
+
+    def remarks(self) -> list[str]:
+        """Runs that are not in the numbers, and why."""
+        return [
+            f"{run.folder.name} ({group.label}): {run.summary.get('status', 'without an end')}"
+            + (f", {run.summary['error']}" if run.summary.get("error") else "")
+            for group in self.groups
+            for run in group.runs
+            if not run.completed
+        ]
+
+    def write(self, folder: Path, plots: Sequence[str]) -> None:
+        """compare.md, compare.csv and compare.json."""
+        rows, best = self.rows, self.best()
+        lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
+        for number, row in enumerate(rows):
+            cells = ((column, text(column, value).replace("|", "\\|")) for column, value in row.items())
+            lines.append(
+                "| " + " | ".join(f"**{cell}**" if (number, column) in best else cell for column, cell in cells) + " |"
+            )
+        lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
+        (folder / "compare.md").write_text("\n".join(lines) + "\n")
+        with open(folder / "compare.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        told = [
+            {**row, "folders": {str(run.folder): run.summary.get("status") for run in group.runs}}
+            for row, group in zip(rows, self.groups, strict=True)
+        ]
+        (folder / "compare.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+CAPTION = (
+    "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
+    "GiB: largest process; bold: best"
+)
+FORMATS = {
+    "test acc": ".4f",
+    "+-": ".4f",
+    "val acc": ".4f",
+    "samples/s": ",.0f",
+    "efficiency": ".0%",
+    "GiB": ".2f",
+    "seconds": ".1f",
+}
+
+
+def text(column: str, value: Cell) -> str:
+    """A cell for people."""
+    return ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / ".hydra" / "config.yaml").is_file()
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs in folders, by their numbers where they have some.
+
+    Raises:
+        Refusal: a folder has none, or one that can't be read.
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise Refusal(f"{folder}: no such folder")
+        inside = [path.parent for path in folder.rglob("summary.json")]
+        inside += [path.parents[1] for path in folder.rglob(".hydra/config.yaml")]
+        if not inside:
+            raise Refusal(
+                f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it"
+            )
+        for run in sorted(set(inside), key=_natural):
+            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
+            found[run.absolute()] = Run(run, dict(flat(config)), read(run / "summary.json"))
+    return list(found.values())
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Groups runs by their configs, and measures each group against one device.
+
+    Raises:
+        Refusal: no run says what it was.
+    """
+    gathered: dict[str, list[Run]] = {}
+    for run in runs:
+        said = {key: show(value) for key, value in run.config.items() if not ASIDE.match(key)}
+        gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
+    groups = [Group(members, {}) for said, members in gathered.items()]
+    if not any(group.layout for group in groups):
+        raise Refusal(f"{runs[0].folder}: none of the runs has a summary to compare")
+    keys = _apart(groups)
+    for group in groups:
+        group.apart = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
+    for group, label in zip(groups, _labels(groups), strict=True):
+        group.efficiency, group.label = _efficiency(group, groups), label
+    return Comparison(groups)
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    """Only what differs; where that is too long for a legend, the folder's name."""
+    layouts = len({group.layout_name for group in groups}) > 1 or not groups[0].apart
+    batches = len({group.layout.get("batch_size") for group in groups}) > 1
+    labels = []
+    for group in groups:
+        parts = [group.layout_name] if layouts else []
+        parts += [f"batch {group.layout.get('batch_size')}"] if batches else []
+        parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.apart.items()]
+        labels.append(", ".join(parts))
+    if max(map(len, labels)) > LONGEST:
+        return [f"run {group.runs[0].folder.name}" for group in groups]
+    return labels
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else show(value)
+
+
+def _apart(groups: Sequence[Group]) -> list[str]:
+    """Keys in which groups differ, the layout's left out. Where another file of a group was chosen (`optimizer.name`),
+    that says it, and not the keys that only one of the files has."""
+    configs = [group.runs[0].config for group in groups if group.runs[0].config]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if not ASIDE.match(key)]
+    differ = [key for key in keys if len({show(config.get(key, ABSENT)) for config in configs}) > 1]
+    chosen = {key.rpartition(".")[0] for key in differ if key.endswith(".name")}
+    shared = [key for key in differ if key.partition(".")[0] not in chosen or all(key in config for config in configs)]
+    return [key for key in shared if not LAYOUT.match(key) and not key.endswith("_target_")]
+
+
+def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
+    mine = group.mean("throughput", "samples_per_second")
+    alone = [
+        speed
+        for other in groups
+        if other.world == 1
+        and other.apart == group.apart
+        and other.layout["batch_size"] == group.layout.get("batch_size")
+        and (speed := other.mean("throughput", "samples_per_second"))
+    ]
+    return mine / (group.world * max(alone)) if mine and alone else None

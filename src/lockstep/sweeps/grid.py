@@ -1,0 +1,162 @@
+"""A sweep over listed values: Hydra's own sweeper lists the jobs, and what is missing of them is run here."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.types import HydraContext, RunMode, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config import gpu_count
+from lockstep.layout import Refusal
+from lockstep.sweeps import jobs, options
+from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
+from lockstep.sweeps.progress import Progress
+
+RESUME = "sweep.resume="
+MULTIRUN = ("-m", "--multirun")
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """The command line with `sweep.resume=<folder>` replaced by what it stands for: the overrides of that sweep, those
+    given now, and its folder.
+
+    Raises:
+        Refusal: it is no sweep's folder, or what is given now would list other jobs.
+    """
+    wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
+    # Hydra's flags come first: argparse takes overrides in one row only.
+    flags = [argument for argument in given if argument in MULTIRUN or re.match(r"--[\w-]+=", argument)]
+    now = [argument for argument in given if argument not in flags and not argument.startswith(RESUME)]
+    if not wanted or wanted[-1] in ("null", ""):
+        return [*flags, *now]
+    folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
+    record = folder / "multirun.yaml"
+    if not record.is_file():
+        raise Refusal(f"{RESUME}{wanted[-1]}: no sweep's folder, there is no {record}")
+    try:
+        saved = OmegaConf.load(record).hydra.overrides
+        before, of_hydra = list(map(str, saved.task)), list(map(str, saved.hydra))
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise Refusal(f"{record}: can't be read") from error
+    kept = {_key(argument): argument for argument in [*of_hydra, *before]}
+    for argument in now:
+        changed = kept.get(_key(argument), argument)
+        if _sweeps(argument) or _sweeps(changed):
+            raise Refusal(f"{argument}: {RESUME} runs the sweep's own jobs, which were given as {changed}")
+        kept[_key(argument)] = argument
+    for key in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
+        kept.pop(key, None)
+    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
+    return [*flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
+
+
+def _key(override: str) -> str:
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def _sweeps(override: str) -> bool:
+    return OverridesParser.create().parse_override(override).is_sweep_override()
+
+
+def of_the_run(overrides: Iterable[str]) -> list[str]:
+    """A job's overrides without those that speak to the sweep."""
+    return [item for item in overrides if _key(item) != "sweep" and not _key(item).startswith("sweep.")]
+
+
+def launch(
+    config: DictConfig,
+    context: HydraContext,
+    task: TaskFunction,
+    listed: Sequence[Sequence[str]],
+    first: int,
+) -> list[JobReturn]:
+    """Runs the jobs of a grid that are not complete yet. One that has a checkpoint goes on from it.
+
+    Args:
+        listed: overrides of each job.
+        first: number of the first of them.
+    """
+    setup_globals()
+    sweep = options.check("sweep", OmegaConf.to_container(config.sweep, resolve=True))
+    folder = Path(config.hydra.sweep.dir).absolute()
+    common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
+    every = [
+        Job(number, folder / str(number), of_the_run(overrides), " ".join(o for o in overrides if o not in common))
+        for number, overrides in enumerate(listed, first)
+    ]
+    places, inside = devices(sweep["jobs"], config)
+    progress = Progress(len(every), sweep["metric"], sweep["mode"], len(places))
+    missing = []
+    for job in every:
+        summary = jobs.summary_of(job.folder)
+        if summary.get("status") in ENDED_WELL:
+            progress.saw(job.number, summary)
+            progress.done += 1
+        else:
+            missing.append(job)
+    run = Runner(config, context, task)
+
+    def ended(job: Job, summary: dict[str, Any]) -> None:
+        progress.ended(job, summary)
+        if summary.get("status") not in ENDED_WELL:
+            jobs.failures.append(str(summary.get("error")))
+
+    try:
+        jobs.run_jobs(iter(missing), run, ended, places, inside)
+    finally:
+        if progress.done < progress.total or jobs.failures:
+            hint(folder)
+    return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
+
+
+class Runner:
+    """Runs one job as Hydra's launchers do: composed, in its folder, with what it was given on record."""
+
+    def __init__(self, config: DictConfig, context: HydraContext, task: TaskFunction) -> None:
+        self.config, self.context, self.task = config, context, task
+
+    def __call__(self, job: Job) -> None:
+        composed = self.context.config_loader.load_sweep_config(self.config, jobs.prepare(job))
+        with open_dict(composed):
+            composed.hydra.mode = RunMode.MULTIRUN  # which a search says in a file that its jobs are not composed with
+            composed.hydra.job.id = composed.hydra.job.num = job.number
+            composed.hydra.sweep.dir = str(job.folder.parent)  # also where the jobs' names differ
+            composed.hydra.sweep.subdir = job.folder.name
+        result = run_job(
+            hydra_context=self.context,
+            task_function=self.task,
+            config=composed,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        if result.status is JobStatus.FAILED:
+            raise result._return_value  # `return_value` would print before it raises
+
+
+def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
+    """The devices of each job that runs at once, and whether jobs run in this process.
+
+    Raises:
+        Refusal: too few devices, or jobs that can only run one by one.
+    """
+    inside = jobs.in_place(config.num_nodes)
+    if inside and count > 1:
+        raise Refusal(f"sweep.jobs={count}: needs fork, on one machine, without torchrun; else jobs run one by one")
+    gpus = gpu_count() if config.accelerator != "cpu" and count > 1 else 0
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
+    return jobs.slots(count, visible, sorted(os.sched_getaffinity(0)) if count > 1 else []), inside
+
+
+def hint(folder: Path) -> None:
+    """Says how a sweep that is not complete goes on."""
+    print(f"to run what is missing: python src/train.py {RESUME}{os.path.relpath(folder)}", file=sys.stderr)

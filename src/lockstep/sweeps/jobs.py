@@ -1,0 +1,233 @@
+"""A sweep's jobs as processes: each is a run with its own workers, environment and devices, so that whatever happens to
+one, the others go on.
+
+A job is forked from the sweep, which has imported everything and computed nothing, and is a parent of workers as any
+run's is (lockstep.launch). Where fork is not to be had, or the workers exist already, jobs run in place, one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from lockstep.family import die_with
+from lockstep.launch import STARTED, Interrupted, external_workers, start_method
+from lockstep.layout import Refusal
+from lockstep.summary import write_summary
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ENDED_WELL = ("completed", "pruned")
+failures: list[str] = []  # of this process's sweep; `lockstep.cli` reads it, since Hydra hands nothing back
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    number: int
+    folder: Path
+    overrides: list[str]
+    label: str = ""  # what sets it apart from the other jobs
+    environment: dict[str, str] = field(default_factory=dict)
+    started: float = 0.0  # time.monotonic()
+    held: Any = None  # whoever draws jobs: what goes with this one
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The devices of one job at a time. Empty: all that there are."""
+
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Running:
+    process: Any
+    job: Job
+    place: Slot
+
+
+def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
+    """Devices dealt to `jobs` jobs that run at once: runs of neighbours, the first ones get what is left over.
+
+    Raises:
+        Refusal: there are fewer GPUs than jobs; or, without any, fewer cores.
+    """
+    if jobs == 1:
+        return [Slot()]
+    kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
+    if jobs > count:
+        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {_are(count, kind)}")
+    cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
+
+
+def _are(count: int, kind: str) -> str:
+    return f"is 1 {kind}" if count == 1 else f"are {count} {kind}s"
+
+
+def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
+
+
+def in_place(num_nodes: int) -> bool:
+    """Whether jobs run in this very process."""
+    return bool(external_workers()) or num_nodes > 1 or start_method() != "fork"
+
+
+def run_jobs(
+    jobs: Iterator[Job],
+    start: Callable[[Job], None],
+    ended: Callable[[Job, dict[str, Any]], None],
+    places: Sequence[Slot],
+    inside: bool = False,
+) -> None:
+    """Runs jobs as places come free, the next one drawn only then.
+
+    Args:
+        start: the run itself, in the job's process.
+        ended: told of each end, with the job's summary.
+        inside: run in this process, one after the other.
+
+    Raises:
+        Interrupted: SIGTERM or SIGINT ended the sweep; the jobs were asked to save, and have ended.
+    """
+    if inside:
+        for each in jobs:
+            each.started = time.monotonic()
+            os.environ[STARTED] = str(time.time())
+            start(each)
+            ended(each, summary_of(each.folder))
+        return
+    import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
+
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, Running] = {}  # by what becomes ready when it ends
+    free = list(places)
+    with _signals_passed_on(running) as received:
+        while True:
+            while free and not received and (job := next(jobs, None)) is not None:
+                with _signals_held():  # none between a job's start and its being known
+                    if received:
+                        break
+                    place = free.pop(0)
+                    job.started = time.monotonic()
+                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process.start()
+                    running[process.sentinel] = Running(process, job, place)
+            if not running:
+                break
+            for sentinel in wait(list(running)):
+                over = running.pop(cast(int, sentinel))
+                over.process.join()
+                free.append(over.place)
+                ended(over.job, _verdict(over.job, over.process.exitcode))
+        if received:
+            raise Interrupted(received[0])
+
+
+def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, parent: int) -> None:
+    """The first function of a job's process."""
+    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
+    for number in PASSED_ON:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    die_with(parent)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    if place.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    os.environ.update(job.environment)
+    os.environ[STARTED] = str(time.time())
+    try:
+        if apart:  # side by side, they would talk at once
+            job.folder.mkdir(parents=True, exist_ok=True)
+            with open(job.folder / "output.log", "ab") as file:
+                for stream in (1, 2):
+                    os.dup2(file.fileno(), stream)
+        start(job)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        code = getattr(interrupted, "code", 130)
+        if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
+            conclude(job.folder, "interrupted", str(Interrupted(code - 128)))
+        sys.exit(code)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def _verdict(job: Job, code: int) -> dict[str, Any]:
+    """The job's summary; where its process died without one, written for it."""
+    if code == 0 and (summary := summary_of(job.folder)):
+        return summary
+    if code < 0:
+        conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+    return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
+
+
+def conclude(folder: Path, status: str, error: str) -> None:
+    """Says in a run's summary how it ended; the rest of it stays."""
+    with suppress(OSError):
+        write_summary(folder / "summary.json", summary_of(folder) | {"status": status, "error": error})
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """A run's summary; empty where there is none that can be read."""
+    try:
+        found = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def prepare(job: Job) -> list[str]:
+    """The overrides that the job runs with: it goes on from its folder's checkpoint, or starts there anew."""
+    checkpoint = job.folder / "checkpoints" / "last.ckpt"
+    if checkpoint.exists():
+        return [*job.overrides, f"resume='{checkpoint}'", "hydra.output_subdir=null"]
+    for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
+        shutil.rmtree(job.folder / drawn, ignore_errors=True)
+    return job.overrides
+
+
+@contextmanager
+def _signals_passed_on(running: Mapping[int, Running]) -> Iterator[list[int]]:
+    """Signals go to every job. Yields those received so far that end the sweep."""
+    received: list[int] = []
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if signum != signal.SIGUSR1:
+            received.append(signum)
+        for each in list(running.values()):
+            with suppress(ProcessLookupError):
+                os.kill(each.process.pid, signum)
+
+    before = {number: signal.signal(number, handler) for number in PASSED_ON}
+    try:
+        yield received
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)

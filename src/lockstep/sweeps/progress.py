@@ -1,0 +1,67 @@
+"""A line at each job's end: which of how many, how it went, the best so far, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.sweeps.jobs import Job
+
+
+@dataclass
+class Progress:
+    """What a sweep tells while it runs.
+
+    Args:
+        total: jobs of the whole sweep.
+        metric: name in a summary's `metrics` by which the best is chosen.
+        mode: max or min.
+        at_once: jobs that run at the same time.
+        done: jobs that were over before.
+    """
+
+    total: int
+    metric: str
+    mode: str
+    at_once: int = 1
+    done: int = 0
+    best: tuple[float, int] | None = None  # value, job number
+    seconds: list[float] = field(default_factory=list)
+
+    def saw(self, number: int, summary: dict[str, Any]) -> float | None:
+        """Takes a job's result into account, and returns it; only a completed run can be the best."""
+        value = (summary.get("metrics") or {}).get(self.metric)
+        if value is not None and summary.get("status") == "completed":
+            sign = 1 if self.mode == "max" else -1
+            if self.best is None or sign * value > sign * self.best[0]:
+                self.best = (value, number)
+        return value
+
+    def ended(self, job: Job, summary: dict[str, Any]) -> None:
+        self.done += 1
+        took = time.monotonic() - job.started
+        self.seconds.append(took)
+        value = self.saw(job.number, summary)
+        status = summary.get("status")
+        parts = [
+            f"[{self.done} of {self.total}] job {job.number} {status} in {duration(took)}: {job.label or 'as given'}"
+        ]
+        if value is not None:
+            parts.append(f"{self.metric} {value:.4g}")
+        if self.best:
+            parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
+        if left := self.total - self.done:
+            mean = sum(self.seconds) / len(self.seconds)
+            parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
+        print(" | ".join(parts), file=sys.stderr, flush=True)
+        if status not in ("completed", "pruned"):
+            print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

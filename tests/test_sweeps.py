@@ -1,0 +1,185 @@
+"""Sweeps that finish: whatever happens to a job, the others go on, and what is missing can be run later."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Program, Run, summary_of, wait_for, workers_of
+
+from lockstep.layout import Refusal
+from lockstep.sweeps import options
+from lockstep.sweeps.grid import arguments
+from lockstep.sweeps.jobs import Job, Slot, slots
+from lockstep.sweeps.progress import Progress, duration
+
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
+SWEEP = (*TINY, "max_epochs=60", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
+ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+
+
+def kill_in(process: subprocess.Popen[str], outputs: Path, job: int) -> None:
+    """Kills a job as soon as it has saved a checkpoint: its process and its workers, at once."""
+    wait_for(lambda: list(outputs.rglob(f"{job}/checkpoints/last.ckpt")), process)
+    (pid,) = workers_of(process)
+    os.killpg(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Jobs 0 and 1 are the same, and 1 is killed; 2 has another seed."""
+    program = Program(tmp_path_factory.mktemp("sweep") / "outputs")
+    process = program.start("-m", *SWEEP, "seed=1,1,2")
+    kill_in(process, program.outputs, 1)
+    return program.finish(process)
+
+
+def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
+    assert killed.returncode == 1, str(killed)
+    assert "Traceback" not in killed.stderr
+    assert [summary_of(job)["status"] for job in killed.jobs] == ["completed", "failed", "completed"]
+    assert summary_of(killed.jobs[1])["error"] == "the job was killed by SIGKILL"
+    lines = [line for line in killed.stderr.splitlines() if line.startswith("[")]
+    assert [line.split(" in ")[0] for line in lines] == [
+        "[1 of 3] job 0 completed",
+        "[2 of 3] job 1 failed",
+        "[3 of 3] job 2 completed",
+    ]
+    assert re.search(r": seed=1 \| val/acc [\d.]+ \| best [\d.]+ \(job 0\) \| about \d+ s left$", lines[0])
+    assert f"sweep.resume={os.path.relpath(killed.jobs[0].parent)}\n" in killed.stderr
+    assert killed.stderr.endswith("error: 1 job of the sweep failed\n")
+
+
+def test_what_is_missing_is_run(killed: Run) -> None:
+    """The killed job goes on from its checkpoint, to the bits of the job that was not killed."""
+    before = {job: (job / "summary.json").stat().st_mtime_ns for job in killed.jobs}
+    run = Program(killed.outputs)(f"sweep.resume={killed.jobs[0].parent}")
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 3
+    assert [job for job in run.jobs if (job / "summary.json").stat().st_mtime_ns != before[job]] == [run.jobs[1]]
+    assert re.search(r"resumes after step \d+", (run.jobs[1] / "train.log").read_text())
+    weights = [summary_of(job)["weights_sha256"] for job in run.jobs]
+    assert weights[1] == weights[0] != weights[2]
+    assert "[3 of 3] job 1 completed" in run.stderr
+    again = Program(killed.outputs)(f"sweep.resume={killed.jobs[0].parent}")
+    assert "job" not in again.stderr, "nothing was missing any more"
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals, code: int) -> None:
+    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    os.killpg(process.pid, signum)  # as a terminal's Ctrl-C; jobs have groups of their own and hear it once
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == code, str(run)
+    assert "Traceback" not in run.stderr
+    assert (run.summary["status"], run.summary["error"]) == ("interrupted", f"interrupted by {signum.name}")
+    assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
+    assert "to run what is missing" in run.stderr
+
+
+def test_jobs_die_with_their_sweep(run_train: Program) -> None:
+    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
+    (job,) = workers_of(process)
+    process.kill()
+    process.communicate(timeout=30)  # ends when the last process that holds the pipes does
+    assert not Path(f"/proc/{job}").exists() or ") Z " in Path(f"/proc/{job}/stat").read_text()
+
+
+def test_jobs_side_by_side(run_train: Program) -> None:
+    process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1,2", "sweep.jobs=2")
+    if len(os.sched_getaffinity(0)) < 2:
+        assert "sweep.jobs=2: each job has its own devices" in run_train.finish(process).stderr
+        return
+    wait_for(lambda: len(list(run_train.outputs.rglob("last.ckpt"))) == 2, process)
+    cores = [os.sched_getaffinity(pid) for pid in workers_of(process)]
+    assert len(cores) == 2
+    assert not cores[0] & cores[1]
+    process.send_signal(signal.SIGTERM)
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 143, str(run)
+    assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2
+    assert "step 32 samples" not in run.stderr
+    assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
+
+
+# The parts
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "cores", "dealt"),
+    [
+        (1, "0123", 8, [Slot()]),
+        (2, "0123", 2, [Slot(("0", "1"), (0,)), Slot(("2", "3"), (1,))]),
+        (2, "57", 1, [Slot(("5",)), Slot(("7",))]),
+        (2, "", 5, [Slot((), (0, 1)), Slot((), (2, 3, 4))]),
+    ],
+)
+def test_devices_are_dealt(jobs: int, gpus: str, cores: int, dealt: list[Slot]) -> None:
+    assert slots(jobs, gpus, range(cores)) == dealt
+
+
+@pytest.mark.parametrize(("gpus", "cores", "there"), [("01", 8, "there are 2 GPUs"), ("", 1, "there is 1 core")])
+def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, there: str) -> None:
+    with pytest.raises(Refusal, match=f"sweep.jobs=3: .*{there}"):
+        slots(3, gpus, range(cores))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    (tmp_path / "multirun.yaml").write_text(
+        "hydra: {overrides: {task: ['seed=0,1', lr=0.1, sweep.jobs=2],"
+        " hydra: [hydra.mode=MULTIRUN, hydra.sweep.dir=elsewhere, hydra.verbose=true]}}\n"
+    )
+    return tmp_path
+
+
+def test_resuming_repeats_what_was_said(recorded: Path) -> None:
+    there = [f"sweep.resume='{recorded}'", f"hydra.sweep.dir='{recorded}'"]
+    given = ["hydra.verbose=true", "seed=0,1", "lr=0.1", "sweep.jobs=2"]
+    assert arguments([f"sweep.resume={recorded}"]) == ["-m", *given, *there]
+    given[3] = "sweep.jobs=1"
+    assert arguments(["-m", "sweep.jobs=1", f"sweep.resume={recorded}"]) == ["-m", *given, *there]
+    assert arguments(["lr=1", "-m", "seed=0,1"]) == ["-m", "lr=1", "seed=0,1"]
+
+
+@pytest.mark.parametrize("changed", ["seed=0,1,2", "seed=1", "batch_size=32,64"])
+def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None:
+    with pytest.raises(Refusal, match=f"{changed}: sweep.resume= runs the sweep's own jobs"):
+        arguments([changed, f"sweep.resume={recorded}"])
+
+
+def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="no sweep's folder"):
+        arguments([f"sweep.resume={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [({"job": 2}, "did you mean jobs"), ({"jobs": 0}, "sweep.jobs=0"), ({"mode": "most"}, "known: max, min")],
+)
+def test_options_are_checked(given: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(Refusal, match=wrong):
+        options.check("sweep", given)
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(total=4, metric="val/loss", mode="min")
+    for number, loss in enumerate((0.5, 0.25, 0.75)):
+        job = Job(number, Path(), [], label=f"seed={number}")
+        progress.ended(job, {"status": "pruned" if number == 2 else "completed", "metrics": {"val/loss": loss}})
+    progress.ended(Job(3, Path(), []), {"status": "failed", "error": "no luck"})
+    said = capsys.readouterr().err.splitlines()
+    assert [re.search(r"best (.*?\))", line)[1] for line in said[:4]] == [  # type: ignore[index]
+        "0.5 (job 0)",
+        "0.25 (job 1)",
+        "0.25 (job 1)",
+        "0.25 (job 1)",
+    ]
+    assert said[4] == "job 3 failed: no luck"
+    assert [duration(seconds) for seconds in (3, 400, 9000)] == ["3 s", "7 min", "2.5 h"]
