@@ -140,3 +140,20 @@ def test_dp_refuses_a_module_that_goes_past_forward(project: Path, tmp_path: Pat
     run = train(*TASK, "model=past", "strategy=dp", "devices=2", cwd=project, ok=False)
     assert run.returncode == 1
     assert "training_step must call self(x)" in run.stderr
+
+
+def test_measured_shares_balance_a_slow_rank_and_keep_the_bits(project: Path, tmp_path: Path) -> None:
+    package = project / "src" / "uneven"
+    package.mkdir()
+    pause = "time.sleep((0.08, 0.02)[int(os.environ.get('RANK', 0))])"
+    module = MODULE.replace("        return self.net(x)", f"        {pause}\n        return self.net(x)")
+    (package / "__init__.py").write_text("import os\nimport time\n" + module)
+    (project / "conf" / "model" / "uneven.yaml").write_text("name: uneven\n_target_: uneven.LitDigits\n")
+    train = Program(tmp_path / "outputs", str(project / "src" / "train.py"))
+    task = (*TASK, "model=uneven", "batch_size=30", "pieces=10", "max_steps=3", "exact=true", "precision=32-true")
+    even = train(*task, "strategy=ddp", "devices=2", cwd=project)
+    train = Program(tmp_path / "auto", str(project / "src" / "train.py"))
+    auto = train(*task, "strategy=ddp", "strategy.shares=auto", "devices=2", cwd=project)
+    assert ": 2 + 8 pieces" in auto.stderr
+    assert auto.summary["weights_sha256"] == even.summary["weights_sha256"]
+    assert auto.summary["throughput"]["samples_per_second"] > even.summary["throughput"]["samples_per_second"]
