@@ -300,6 +300,7 @@ def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: 
     overrides = finished.folder / ".hydra" / "overrides.yaml"
     (folder / ".hydra" / "overrides.yaml").write_bytes(overrides.read_bytes())
     path, witness = folder / "checkpoints" / "last.ckpt", tmp_path / "it-ran"
+    (folder / "checkpoints" / "best.ckpt").write_bytes(content)
     if kind == "hostile":
         torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
     elif kind == "foreign":
@@ -315,6 +316,7 @@ def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: 
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 2, done.stderr
         assert done.stderr.startswith(f"error: {path}: "), done.stderr
+        assert done.stderr.endswith("; best.ckpt beside it is whole\n"), done.stderr
         assert done.stderr.count("\n") == 1
     assert not witness.exists()
     assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"

@@ -6,6 +6,7 @@ does not look at the CRCs inside, and a flipped byte in the weights would load a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import zipfile
@@ -56,9 +57,16 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
 
     Raises:
-        CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code.
+        CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code; a good one beside it is
+            offered.
     """
-    path = Path(path)
+    try:
+        return _load(Path(path), map_location)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_offer(Path(path))}") from error
+
+
+def _load(path: Path, map_location: Any) -> dict[str, Any]:
     _check(path)
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
@@ -170,6 +178,16 @@ def _check(path: Path) -> None:
         raise CheckpointError(f"{path}: the file is damaged or cut off: its checksum does not match its {size:,} bytes")
     if code := _code(path):
         raise CheckpointError(f"{path}: refused, it holds code, not only data: {code}")
+
+
+def _offer(path: Path) -> str:
+    """Names the newest good checkpoint of the same folder."""
+    others = [other for other in path.parent.glob("*.ckpt") if other != path]
+    for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True):
+        with contextlib.suppress(CheckpointError):
+            _check(other)
+            return f"; {other.name} beside it is whole"
+    return ""
 
 
 def _is_zip(path: Path) -> bool:

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import Subset
 
 from lockstep import checkpoint_io, fast, logs, provenance
-from lockstep.callbacks import Agreement, FoundPieces, Heartbeat, Preemption, StandIn
+from lockstep.callbacks import Agreement, Checkpoint, FoundPieces, Heartbeat, Preemption, StandIn
 from lockstep.callbacks.found_pieces import kept
 from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
@@ -301,7 +301,9 @@ class Run:
         layout, trainer = self.config.layout, self.trainer
         plan = Plan(len(self.splits.train), layout.batch_size, layout.pieces, self.config.seed)
         epochs, step = plan.position(self.steps)
-        throughput = next((c for c in trainer.callbacks if hasattr(c, "samples_per_second")), None)  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        throughput = next((c for c in callbacks if hasattr(c, "samples_per_second")), None)
+        checkpoint = next((c for c in callbacks if isinstance(c, Checkpoint)), None)
         summary |= {
             "steps": self.steps,
             "epochs": self.epochs,
@@ -310,6 +312,7 @@ class Run:
             "throughput": {
                 "samples_per_second": getattr(throughput, "samples_per_second", None),
                 "seconds_to_first_step": getattr(throughput, "seconds_to_first_step", None),
+                "seconds_saving": getattr(checkpoint, "seconds", None),
                 "seconds": time.perf_counter() - self.started,
             },
             "weights_sha256": self.sha,
