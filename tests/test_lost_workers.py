@@ -19,7 +19,7 @@ JOB = (
     "data.num_classes=3",
     "model.dropout=0.25",
     "batch_size=32",
-    "max_epochs=24",
+    "max_epochs=40",
     "checkpoint_every=3",
     "logger=none",
     "threads=1",
@@ -63,8 +63,8 @@ def test_without_a_restart_left_it_ends(run_train: Program) -> None:
 
 
 def test_fewer_workers_go_on_and_lost_ones_are_taken_back(run_train: Program, undisturbed: Run) -> None:
-    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=3", "elastic=true", "elastic_retry=4")
-    process = run_train.start(*JOB, *exact, "max_epochs=24")
+    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=3", "elastic=true", "elastic_retry=2")
+    process = run_train.start(*JOB, *exact)
     strike(run_train, process, 2, signal.SIGKILL, workers=3)
     wait_for(lambda: len(workers_of(process)) == 2, process)
     wait_for(lambda: len(workers_of(process)) == 3, process)
