@@ -30,6 +30,7 @@ from lockstep.heartbeat import watching
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write, scratch_folder
 
+VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
 GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; a silent rank is noticed earlier, and named (lockstep.heartbeat)
 
@@ -272,10 +273,19 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
         if not can_write():  # the message would travel in a file
             print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
+        if _lost_another(error):
+            time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
         raise
     finally:
         heartbeat.leave()
         end_children()
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether a worker failed only because it lost the connection to another one."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
 
 
 def _all_forked() -> None:

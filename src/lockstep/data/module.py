@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -93,7 +94,7 @@ class DataModule(pl.LightningDataModule):
             persistent_workers=keep_workers and workers > 0,
             # its own, since iterating draws a number: from the global one that would move what comes after
             generator=torch.Generator().manual_seed(self.plan.seed),
-            worker_init_fn=_as_loader,
+            worker_init_fn=partial(_as_loader, os.getpid()),
         )
 
     # --- on the device ---
@@ -139,13 +140,13 @@ class DataModule(pl.LightningDataModule):
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())
 
 
-def _as_loader(worker: int) -> None:
+def _as_loader(parent: int, worker: int) -> None:
     """Who asks the whole process group to end must not end the loader processes: the step under way needs them. But
     they end with the process that they load for: they hold its connections to other ranks open."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _excepthook
-    die_with(os.getppid())
+    die_with(parent)
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
