@@ -151,7 +151,7 @@ def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
     inside = jobs.in_place(config.num_nodes)
     if inside and count > 1:
         raise Refusal(f"sweep.jobs={count}: needs fork, on one machine, without torchrun; else jobs run one by one")
-    gpus = gpu_count() if config.accelerator != "cpu" and count > 1 else 0
+    gpus = gpu_count() if config.get("accelerator", "cpu") != "cpu" and count > 1 else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
     return jobs.slots(count, visible, sorted(os.sched_getaffinity(0)) if count > 1 else []), inside
