@@ -6,7 +6,7 @@ STAMP  := .venv/.from-lock
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train sweep dashboard test lint lock clean
+.PHONY: help setup train sweep dashboard quick test lint lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,11 @@ sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2" or
 dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
 	@$(BIN)/tensorboard --logdir outputs --host 127.0.0.1 $(ARGS)
 
-test: setup ## the whole suite; ARGS='-m "not slow"' leaves the whole-run proofs out
-	@$(BIN)/python -m pytest $(ARGS)
+quick: setup ## the tests without the whole-run proofs
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test: quick ## the whole suite: those, then the proofs
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check

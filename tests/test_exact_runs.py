@@ -59,6 +59,7 @@ def test_one_sha256_with_uneven_shares(run_train: Program) -> None:
     assert len(set(found)) == 1
 
 
+@pytest.mark.slow
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     changes = ("model=resnet18", "data.samples=40", "batch_size=16", "max_epochs=1", "pieces=4")
     task = [key for key in TASK if key != DROPOUT]
@@ -86,6 +87,7 @@ def test_float64_agrees_to_ten_digits_without_exact(run_train: Program) -> None:
         assert float((other - first).norm()) < 1e-10 * float(first.norm())
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_its_layout_on_the_way_ends_with_the_same_bits(run_train: Program, tmp_path: Path) -> None:
     keep = ("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null", "scheduler=constant")
     task = (*TASK, *keep, "exact=true", "max_epochs=20")

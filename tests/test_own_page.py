@@ -15,6 +15,8 @@ import torch
 from conftest import ROOT, summary_of
 from sklearn.metrics import f1_score
 
+pytestmark = pytest.mark.slow
+
 from lockstep.data import open_data
 
 BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
