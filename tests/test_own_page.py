@@ -15,9 +15,9 @@ import torch
 from conftest import ROOT, summary_of
 from sklearn.metrics import f1_score
 
-pytestmark = pytest.mark.slow
-
 from lockstep.data import open_data
+
+pytestmark = pytest.mark.slow
 
 BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
