@@ -74,7 +74,7 @@ LINE = "{:<15} {:<21} {:<14} {:>6}  {:>4}  {}"  # of the table
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes. `strike` returns whom it struck; `codes` are the exit codes that it may lead to, beside 0 for a run
+    """What strikes. `strike` returns whom it struck, empty if they were gone; `codes` are the exit codes that it may lead to, beside 0 for a run
     that was over by then; `later`: only when there are workers (before, a signal finds no handler)."""
 
     name: str
@@ -86,7 +86,9 @@ class Fault:
 
 def _rank(signum: int, pause: float = 0) -> Callable[[Life, random.Random], str]:
     def strike(life: Life, rng: random.Random) -> str:
-        ranks = life.ranks() or [life.pid]
+        ranks = life.ranks()
+        if not ranks:
+            return ""
         number = rng.randrange(len(ranks))
         life.strike(signum, ranks[number])
         if pause:
@@ -278,9 +280,11 @@ class Run:
         life.wait(campaign.rng.uniform(0.05, campaign.starting if early else campaign.seconds - campaign.starting))
         if life.code is not None:
             return None
-        campaign.faults.pop(0)
         blow = Blow(fault, "", life.age, time.time())
         blow.whom = fault.strike(life, campaign.rng)
+        if not blow.whom:
+            return None
+        campaign.faults.pop(0)
         campaign.blows.append(blow)
         return blow
 

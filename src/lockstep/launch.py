@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -261,7 +262,7 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
             result = work(*args)
         except Interrupted as interrupted:
             result = _Ended(interrupted.code - 128)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to save
+        signal.signal(signal.SIGTERM, _leave_soon)
         # Not when it fails: the others' lost connections would be reported before the reason is.
         leave_group()
         return result
@@ -279,6 +280,14 @@ def _worker(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], par
     finally:
         heartbeat.leave()
         end_children()
+
+
+def _leave_soon(signum: int, frame: FrameType | None) -> None:
+    """The handler of a worker that is done: it ends as soon as the agent has taken its result; or in a moment, if the
+    agent asks because another worker was lost meanwhile."""
+    timer = threading.Timer(VICTIM_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
 
 
 def _lost_another(error: Exception) -> bool:
