@@ -31,7 +31,7 @@ from lockstep.launch import launch
 from lockstep.summary import weights_sha256
 from lockstep.training import make_module, make_trainer
 
-FULL = 1  # step before the tail: soon enough to see a wrong one before rounding has grown
+FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
 UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
 
