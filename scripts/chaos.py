@@ -74,8 +74,8 @@ LINE = "{:<15} {:<21} {:<14} {:>6}  {:>4}  {}"  # of the table
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes. `strike` returns whom it struck, empty if they were gone; `codes` are the exit codes that it may lead
-    to, beside 0 for a run that was over by then; `later`: only when there are workers (before, a signal finds no
+    """What strikes. `strike` returns whom it struck, empty if they were gone; `codes` are the exit codes that it may
+    lead to, beside 0 for a run that was over by then; `later`: only when there are workers (before, a signal finds no
     handler)."""
 
     name: str

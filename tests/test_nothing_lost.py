@@ -170,6 +170,17 @@ def test_cut_between_a_step_and_what_follows_it(tmp_path: Path, hook: str, step:
     assert len({found["global_step"] for found in best}) == 1
 
 
+def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program) -> None:
+    run = run_train(*JOB, "max_epochs=2", "lr=1e-30", "logger=none")  # of equal scores the last one is the best
+    kept, best = (run.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
+    assert best.samefile(kept)
+    best.unlink()
+    best.write_bytes(b"what was the best before")
+    again = run_train(f"resume={run.folder}")
+    assert best.samefile(kept)
+    same_end(again, run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["exact=true", "precision=64-true"])
 def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, arithmetic: str) -> None:

@@ -58,6 +58,7 @@ class Checkpoint(LightningCheckpoint):
         self.best_score: float | None = None
         self.seconds = 0.0
         self._best_step = -1
+        self._begun = False
         self._validated = False
         self._due = False
 
@@ -86,11 +87,17 @@ class Checkpoint(LightningCheckpoint):
             self.folder = Path(trainer.default_root_dir) / "checkpoints"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.best_score is None:
-            return
-        found = trainer.strategy.broadcast(self._recover_best(trainer) if trainer.is_global_zero else False)
-        if not found:  # resumed without the file: better a new best than one that nobody has
-            self.best_score, self._best_step = None, -1
+        self._begin(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._begin(trainer)  # where nothing was left to train
+
+    def _begin(self, trainer: Trainer) -> None:
+        if not self._begun and self.best_score is not None:
+            found = trainer.strategy.broadcast(self._recover_best(trainer) if trainer.is_global_zero else False)
+            if not found:  # resumed without the file: better a new best than one that nobody has
+                self.best_score, self._best_step = None, -1
+        self._begun = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
