@@ -396,6 +396,7 @@ def main() -> int:
     if unknown := set(options.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would lives
     work = Path(tempfile.mkdtemp(prefix="chaos_"))
     scratch = work / "tmp"
     scratch.mkdir()
