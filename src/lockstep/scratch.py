@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -20,15 +20,14 @@ def scratch_folder() -> Iterator[str]:
     """While it lasts, temporary files of this process and of its forks go to a folder of their own.
 
     Its lock is held by all of them, so a folder that nobody holds was left by processes that were killed: the next run
-    on the machine removes it. It lies in the usual place; where that has so long a name that sockets don't fit (data
+    on the machine removes it, when it begins or (the killed ones may not be gone yet) when it ends. It lies in the usual place; where that has so long a name that sockets don't fit (data
     loaders would hang), in /tmp.
     """
     before = tempfile.tempdir
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > LONGEST:
         place = "/tmp"
-    for lock in Path(place).glob(f"{PREFIX}*/lock"):
-        _remove_if_free(lock)
+    _remove_left(place)
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
@@ -38,6 +37,7 @@ def scratch_folder() -> Iterator[str]:
         finally:
             tempfile.tempdir = before
             shutil.rmtree(folder, ignore_errors=True)
+            _remove_left(place)
 
 
 def can_write() -> bool:
@@ -50,13 +50,11 @@ def can_write() -> bool:
     return True
 
 
-def _remove_if_free(lock: Path) -> None:
-    try:
-        with open(lock, "rb") as file:
+def _remove_left(place: str) -> None:
+    for lock in Path(place).glob(f"{PREFIX}*/lock"):
+        with suppress(OSError), open(lock, "rb") as file:  # gone meanwhile, or another user's
             if _lock(file):
                 shutil.rmtree(lock.parent, ignore_errors=True)
-    except OSError:  # gone meanwhile, or another user's
-        return
 
 
 def _lock(file: IO[bytes]) -> bool:
