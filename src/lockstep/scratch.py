@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,8 +21,8 @@ def scratch_folder() -> Iterator[str]:
     """While it lasts, temporary files of this process and of its forks go to a folder of their own.
 
     Its lock is held by all of them, so a folder that nobody holds was left by processes that were killed: the next run
-    on the machine removes it, when it begins or (the killed ones may not be gone yet) when it ends. It lies in the usual place; where that has so long a name that sockets don't fit (data
-    loaders would hang), in /tmp.
+    on the machine removes it, when it begins or (they may not be gone yet) when it ends. It lies in the usual place;
+    where that has so long a name that sockets don't fit (data loaders would hang), in /tmp.
     """
     before = tempfile.tempdir
     place = tempfile.gettempdir()
@@ -53,7 +54,8 @@ def can_write() -> bool:
 def _remove_left(place: str) -> None:
     for lock in Path(place).glob(f"{PREFIX}*/lock"):
         with suppress(OSError), open(lock, "rb") as file:  # gone meanwhile, or another user's
-            if _lock(file):
+            young = time.time() - os.fstat(file.fileno()).st_mtime < 1  # its owner may not have locked it yet
+            if not young and _lock(file):
                 shutil.rmtree(lock.parent, ignore_errors=True)
 
 
