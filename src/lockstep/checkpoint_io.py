@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     try:
         return _load(Path(path), map_location)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_offer(Path(path))}") from error
+        raise CheckpointError(f"{error}{_offer(Path(path))}") from error.__cause__
 
 
 def _load(path: Path, map_location: Any) -> dict[str, Any]:
