@@ -31,17 +31,25 @@ def find_checkpoint(path: str) -> Path:
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 
 
-def config_of(path: Path, raw: Mapping[str, Any]) -> Config:
-    """The config of an evaluation: model and data set from the checkpoint, everything else from `raw`.
+def record_of(path: Path) -> dict[str, Any]:
+    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint.
 
     Raises:
         CheckpointError: the file can't be used, or was not written by Lockstep.
-        Refusal: a value in `raw`.
     """
     recorded = checkpoint_io.load(path).get("lockstep")
     if not isinstance(recorded, dict) or "config" not in recorded:
         raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
-    trained = recorded["config"]
+    return recorded
+
+
+def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
+    """The config of an evaluation: model and data set from the checkpoint's record, everything else from `raw`.
+
+    Raises:
+        Refusal: a value in `raw`.
+    """
+    trained = record["config"]
     data = {**trained["data"], **(raw.get("data") or {})}
     kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
     return check({**raw, **kept, "data": data, "checkpoint": str(path)}, even=False)

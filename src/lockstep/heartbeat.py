@@ -40,9 +40,14 @@ def join(rank: int) -> None:
 def _runs(pid: float) -> bool:
     """False for a process that is stopped or sleeps uninterruptibly (Linux): the first suspect among equals."""
     try:
-        return Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0] not in "TtD"
+        return _state(int(pid)) not in "TtD"
     except (OSError, IndexError):
         return True
+
+
+def _state(pid: int | str) -> str:
+    """A process's state as one letter, see proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def leave() -> None:
@@ -57,10 +62,9 @@ def _children(parent: int) -> int:
     """How many children of this process's main thread run (Linux; elsewhere 1, so that nothing follows)."""
     try:
         listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in listed]
+        return sum(_state(pid) not in "ZX" for pid in listed)
     except OSError:
         return 1
-    return sum(state not in "ZX" for state in states)
 
 
 @contextmanager

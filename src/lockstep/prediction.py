@@ -19,7 +19,7 @@ from lockstep import checkpoint_io, fast, logs
 from lockstep.atomic import replacing
 from lockstep.config import Config
 from lockstep.data import DataModule, ImageFiles, Spec, Splits, open_data
-from lockstep.evaluation import config_of
+from lockstep.evaluation import config_of, record_of
 from lockstep.layout import Refusal
 from lockstep.summary import write_summary
 from lockstep.training import make_module, make_trainer, summarise
@@ -32,11 +32,11 @@ def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
     """The config of a prediction, and what the checkpoint's images were: from the checkpoint, else from its data set.
 
     Raises:
-        CheckpointError, Refusal: as `config_of`; no spec in the checkpoint, and no data set either.
+        CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either.
     """
-    config = config_of(path, {"exact": False, **raw})
-    recorded = checkpoint_io.load(path)["lockstep"].get("spec")
-    return config, Spec(**recorded) if recorded else open_data(config.data, config.data_dir, config.seed).spec
+    record = record_of(path)
+    config, spec = config_of(path, record, {"exact": False, **raw}), record.get("spec")
+    return config, Spec(**spec) if spec else open_data(config.data, config.data_dir, config.seed).spec
 
 
 def as_splits(spec: Spec, images: Any) -> Splits:

@@ -18,7 +18,7 @@ from lockstep.atomic import replacing
 from lockstep.checks import ROOT
 from lockstep.layout import Refusal
 
-SWEEP = {"-m", "--multirun"}
+MULTIRUN = {"-m", "--multirun"}
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
@@ -32,7 +32,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         Refusal: there is nothing to resume.
     """
     wanted = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
-    if not wanted and slurm.restarted() and config_name == "train" and SWEEP.isdisjoint(arguments):
+    if not wanted and slurm.restarted() and config_name == "train" and MULTIRUN.isdisjoint(arguments):
         earlier = slurm.earlier_run(_runs(arguments, config_name), arguments)
         wanted = [str(earlier)] if earlier else []
     if not wanted or wanted[-1] in ("null", "None", ""):
@@ -44,8 +44,8 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     if not saved.exists():
         raise Refusal(f"resume={wanted[-1]}: {folder} is no run folder, it has no .hydra/overrides.yaml")
     before = [str(override) for override in OmegaConf.load(saved)]
-    kept = {_key(override): override for override in before if _key(override) != "resume"}
-    kept |= {_key(argument): argument for argument in given}
+    kept = {key(override): override for override in before if key(override) != "resume"}
+    kept |= {key(argument): argument for argument in given}
     return [*kept.values(), f"resume='{checkpoint}'", f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
 
 
@@ -70,7 +70,8 @@ def _write(files: Mapping[Path, bytes]) -> None:
             file.write(content)
 
 
-def _key(override: str) -> str:
+def key(override: str) -> str:
+    """What an override of the command line is about."""
     return override.split("=", 1)[0].lstrip("+~")
 
 

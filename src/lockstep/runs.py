@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from lockstep.balance import balanced
 from lockstep.config import Config
 from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
 from lockstep.layout import Refusal
-from lockstep.summary import write_summary
+from lockstep.summary import summary_of, write_summary
 from lockstep.training import summarise
 
 
@@ -91,8 +90,7 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
 
 def _conclude(config: Config, folder: Path, error: BaseException) -> None:
     """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote."""
-    path = folder / "summary.json"
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written = json.loads(path.read_text()) if path.exists() else summarise(config, folder, status, None)
+    written = summary_of(folder) or summarise(config, folder, status, None)
     with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
-        write_summary(path, written | {"status": status, "error": str(error)})
+        write_summary(folder / "summary.json", written | {"status": status, "error": str(error)})

@@ -64,6 +64,15 @@ def git_info(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(dirty)}
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    """A run's summary; empty where there is none that can be read."""
+    try:
+        found = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
     """Write a summary atomically as JSON; what is not finite becomes null, since JSON has no word for it."""
     text = json.dumps(_plain(summary), indent=2, allow_nan=False)

@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lockstep.callbacks import first_page
 from lockstep.callbacks.pace import Pace
-from lockstep.callbacks.pictures import MOST_CLASSES, boards, by_class
+from lockstep.callbacks.pictures import MOST_CLASSES, boards, by_class, data_spec
 from lockstep.callbacks.throughput import Throughput, aside, find
 from lockstep.checks import flag
 from lockstep.layout import Refusal
@@ -159,6 +159,6 @@ class Dashboard(Callback):
 
 def _classes(trainer: Trainer, count: int) -> list[str]:
     """The data's class names, else their numbers."""
-    spec = getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
+    spec = data_spec(trainer)
     names = getattr(spec, "classes", None)
     return [str(name) for name in (names if names is not None and len(names) == count else range(count))]

@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from omegaconf import OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 
+from lockstep.callbacks.pictures import data_spec
+
 LOG = logging.getLogger("lockstep.dashboard")  # to train.log only
 FINAL = ("val/acc", "val/loss", "test/acc", "test/loss")  # what the HParams page compares runs by, beside the speed
 LEFT_OUT = (
@@ -87,7 +89,7 @@ def _example(trainer: Trainer, module: LightningModule) -> torch.Tensor | None:
     """An input of the module: its own, else an image of the data's shape."""
     if isinstance(module.example_input_array, torch.Tensor):
         return module.example_input_array.to(next(module.parameters()))
-    spec = getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
+    spec = data_spec(trainer)
     if spec is None:
         return None
     shape = 1, spec.channels, spec.image_size, spec.image_size

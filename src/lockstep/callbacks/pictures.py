@@ -13,6 +13,7 @@ from lockstep.callbacks.pace import Pace
 from lockstep.callbacks.throughput import aside
 from lockstep.callbacks.verdicts import THRESHOLDS, Verdicts, curve
 from lockstep.checks import real, whole
+from lockstep.data import Spec
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_CURVES = 20  # precision-recall curves; above, only the one over all classes
@@ -67,7 +68,7 @@ class Pictures(Callback):
         self._leave()
 
     def _listen(self, trainer: Trainer, module: LightningModule) -> None:
-        spec = getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
+        spec = data_spec(trainer)
         if spec is not None:
             self._verdicts = Verdicts(spec, self.mistakes, module.device)
             self._hook = module.register_forward_hook(self._remember)
@@ -138,6 +139,11 @@ def _draw(writer: Any, found: Verdicts, split: str, step: int, own: torch.Tensor
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:
     """The Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+
+
+def data_spec(trainer: Trainer) -> Spec | None:
+    """What the run's data are; None where they are not ours."""
+    return getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
 
 
 def by_class(confusion: torch.Tensor, classes: list[str], group: str) -> dict[str, float]:

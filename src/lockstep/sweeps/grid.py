@@ -15,14 +15,16 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep import resume
 from lockstep.config import gpu_count
 from lockstep.layout import Refusal
+from lockstep.resume import key
+from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
 from lockstep.sweeps.progress import Progress
 
 RESUME = "sweep.resume="
-MULTIRUN = ("-m", "--multirun")
 
 
 def arguments(given: Sequence[str]) -> list[str]:
@@ -34,7 +36,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     """
     wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
     # Hydra's flags come first: argparse takes overrides in one row only.
-    flags = [argument for argument in given if argument in MULTIRUN or re.match(r"--[\w-]+=", argument)]
+    flags = [argument for argument in given if argument in resume.MULTIRUN or re.match(r"--[\w-]+=", argument)]
     now = [argument for argument in given if argument not in flags and not argument.startswith(RESUME)]
     if not wanted or wanted[-1] in ("null", ""):
         return [*flags, *now]
@@ -47,20 +49,16 @@ def arguments(given: Sequence[str]) -> list[str]:
         before, of_hydra = list(map(str, saved.task)), list(map(str, saved.hydra))
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
-    kept = {_key(argument): argument for argument in [*of_hydra, *before]}
+    kept = {key(argument): argument for argument in [*of_hydra, *before]}
     for argument in now:
-        changed = kept.get(_key(argument), argument)
+        changed = kept.get(key(argument), argument)
         if _sweeps(argument) or _sweeps(changed):
             raise Refusal(f"{argument}: {RESUME} runs the sweep's own jobs, which were given as {changed}")
-        kept[_key(argument)] = argument
-    for key in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
-        kept.pop(key, None)
-    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
+        kept[key(argument)] = argument
+    for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
+        kept.pop(name, None)
+    flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
     return [*flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
-
-
-def _key(override: str) -> str:
-    return override.split("=", 1)[0].lstrip("+~")
 
 
 def _sweeps(override: str) -> bool:
@@ -69,7 +67,7 @@ def _sweeps(override: str) -> bool:
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:
     """A job's overrides without those that speak to the sweep."""
-    return [item for item in overrides if _key(item) != "sweep" and not _key(item).startswith("sweep.")]
+    return [item for item in overrides if key(item) != "sweep" and not key(item).startswith("sweep.")]
 
 
 def launch(
@@ -97,7 +95,7 @@ def launch(
     progress = Progress(len(every), sweep["metric"], sweep["mode"], len(places))
     missing = []
     for job in every:
-        summary = jobs.summary_of(job.folder)
+        summary = summary_of(job.folder)
         if summary.get("status") in ENDED_WELL:
             progress.saw(job.number, summary)
             progress.done += 1

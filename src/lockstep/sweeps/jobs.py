@@ -7,7 +7,6 @@ run's is (lockstep.launch). Where fork is not to be had, or the workers exist al
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -25,7 +24,7 @@ from typing import Any, cast
 from lockstep.family import die_with
 from lockstep.launch import STARTED, Interrupted, external_workers, start_method
 from lockstep.layout import Refusal
-from lockstep.summary import write_summary
+from lockstep.summary import summary_of, write_summary
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDED_WELL = ("completed", "pruned")
@@ -183,15 +182,6 @@ def conclude(folder: Path, status: str, error: str) -> None:
     """Says in a run's summary how it ended; the rest of it stays."""
     with suppress(OSError):
         write_summary(folder / "summary.json", summary_of(folder) | {"status": status, "error": error})
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    """A run's summary; empty where there is none that can be read."""
-    try:
-        found = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def prepare(job: Job) -> list[str]:

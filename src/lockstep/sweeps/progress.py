@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.sweeps.jobs import Job
+from lockstep.sweeps.jobs import ENDED_WELL, Job
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Progress:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
         print(" | ".join(parts), file=sys.stderr, flush=True)
-        if status not in ("completed", "pruned"):
+        if status not in ENDED_WELL:
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
 
 

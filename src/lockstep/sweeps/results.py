@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.atomic import replacing
-from lockstep.sweeps.jobs import summary_of
+from lockstep.summary import summary_of
 from lockstep.sweeps.study import Study
 from lockstep.sweeps.trial import optuna
 

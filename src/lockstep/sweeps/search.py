@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.atomic import replacing
 from lockstep.layout import Refusal
+from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.grid import Runner, devices, hint, of_the_run
 from lockstep.sweeps.jobs import Job
@@ -48,7 +49,7 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     places, inside = devices(sweep["jobs"], config)
     progress = Progress(sweep["trials"], sweep["metric"], sweep["mode"], len(places))
     for trial in study.finished():
-        progress.saw(trial.user_attrs["job"], jobs.summary_of(Path(trial.user_attrs["folder"])))
+        progress.saw(trial.user_attrs["job"], summary_of(Path(trial.user_attrs["folder"])))
 
     def drawn() -> Iterator[Job]:
         while found := study.draw():
