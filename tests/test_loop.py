@@ -1,6 +1,7 @@
 """The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
 
 It leans on private names of Lightning (lockstep/loop.py lists them); these tests fail when upstream changes them.
+Lightning's own loop is the reference throughout: what ours leaves out must not be seen by anybody.
 """
 
 from __future__ import annotations
@@ -70,6 +71,41 @@ class Recorder(pl.Callback):
         return super().__getattribute__(name)
 
 
+class Loud(Net):
+    """Its own hooks are told apart by what they see: the step, and the hook that Lightning says is running."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(norm=True)
+        self.calls = calls
+
+
+def _loud(name: str) -> Any:
+    def hook(self: Loud, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(f"module {name} {self._current_fx_name} {self.trainer.global_step} {len(args)}")
+
+    return hook
+
+
+for hook in HOOKS:
+    if hasattr(pl.LightningModule, hook) and hook != "on_validation_model_zero_grad":
+        setattr(Loud, hook, _loud(hook))
+
+
+class Logs(pl.loggers.Logger):
+    """Keeps what it is given."""
+
+    name, version = "logs", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append(f"{step} {sorted(metrics.items())}")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 def splits() -> Splits:
     random = np.random.default_rng(1)
     data = ArrayDataset(random.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8), random.integers(0, 3, SAMPLES))
@@ -96,11 +132,12 @@ def fit(
         strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
     )
     recorder = Recorder()
+    if isinstance(module, Loud):
+        module.calls = recorder.calls
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=make_strategy(layout, {}),
         devices=1,
-        logger=False,
         callbacks=[recorder],
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -108,7 +145,7 @@ def fit(
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         default_root_dir=folder,
-        **({"max_epochs": 2} | options),
+        **({"max_epochs": 2, "logger": False} | options),
     )
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
@@ -121,18 +158,87 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([value.double().flatten() for value in module.state_dict().values()])
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"val_check_interval": 2}, {"max_steps": 4}])
-def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
-    ours, theirs = Net(norm=True), Net(norm=True)
-    trainer, calls = fit(tmp_path, ours, ours=True, **options)
-    plain, expected = fit(tmp_path, theirs, ours=False, **options)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.1},
+    {"val_check_interval": 2},
+    {"max_steps": 4},
+    {"check_val_every_n_epoch": 2},
+    {"limit_train_batches": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("net", [Net, Loud])
+def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dict[str, Any]) -> None:
+    ours, theirs = (Loud([]) if net is Loud else Net(norm=True) for _ in range(2))
+    trainer, calls = fit(tmp_path, ours, ours=True, logger=Logs(), log_every_n_steps=2, **options)
+    plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
+    assert trainer.fit_loop.epoch_loop.lean
     assert calls == expected
     assert "on_before_optimizer_step 0" in calls
+    assert trainer.logger.lines == plain.logger.lines
     assert torch.equal(weights(ours), weights(theirs))
     assert trainer.global_step == plain.global_step
     assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
     for name, value in plain.callback_metrics.items():
         assert torch.equal(trainer.callback_metrics[name], value), name
+    states = [t.fit_loop.state_dict() for t in (trainer, plain)]
+    states[0]["epoch_loop.automatic_optimization.state_dict"] = {}  # ours alone has one
+    assert states[0] == states[1]
+
+
+class ByEpoch(Net):
+    """Its learning rate falls with epochs, its batches have no number, and its loss comes in a dict."""
+
+    def training_step(self, batch: Any) -> dict[str, Any]:  # type: ignore[override]
+        loss = super().training_step(batch, 0)
+        return {"loss": loss, "seen": len(batch[0])}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+
+
+class Clips(Net):
+    """Clips by itself, and ends its second epoch early."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 and batch_idx == 1 else None
+
+
+class Plateau(Net):
+    """Its learning rate follows a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": schedule, "monitor": "train/loss_step", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Steps(Net):
+    """Makes the optimizer step itself."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (batch_idx + 1)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@pytest.mark.parametrize(("net", "short"), [(ByEpoch, True), (Clips, True), (Plateau, False), (Steps, False)])
+def test_what_a_module_brings_is_used(tmp_path: Path, net: Any, short: bool) -> None:
+    ours, theirs, control = net(), net(), Net()
+    trainer, calls = fit(tmp_path, ours, ours=True, max_epochs=3)
+    _, expected = fit(tmp_path, theirs, ours=False, max_epochs=3)
+    fit(tmp_path, control, ours=True, max_epochs=3)
+    assert trainer.fit_loop.epoch_loop.lean == short  # where it must, Lightning's own path is taken
+    assert calls == expected
+    assert torch.equal(weights(ours), weights(theirs))
+    assert not torch.equal(weights(ours), weights(control))
 
 
 def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:

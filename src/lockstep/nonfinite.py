@@ -28,13 +28,15 @@ class Watch:
         self.policy = policy
         self.processes = processes
 
-    def look(self, module: nn.Module, share: Any, losses: list[tuple[Tensor, int]]) -> None:
+    def look(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, share: Any, losses: list[tuple[Tensor, int]]
+    ) -> None:
         """To be called between a step's last sum and its optimizer step.
 
         Raises:
             NonFinite: under `stop`.
         """
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients or bool(torch.stack([g.sum() for g in gradients]).isfinite().all()):
             return
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]

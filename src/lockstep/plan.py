@@ -2,41 +2,42 @@
 
 Random numbers are hashes of what they belong to (a seed, an epoch, a sample), so neither layout, worker count nor
 resume can move them. The hash is SplitMix64's finaliser (Steele, Lea and Flood, Fast splittable pseudorandom number
-generators, 2014), written in numpy's integer arithmetic, which no release of a library may change.
+generators, 2014), written in integer arithmetic, which no release of a library may change.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
 
 
-def mix(*keys: int | NDArray[np.integer]) -> NDArray[np.uint64]:
-    """A 64-bit hash of the keys in their order, elementwise where keys are arrays (they broadcast)."""
-    state: NDArray[np.uint64] = np.zeros((), dtype=np.uint64)
+def mix(*keys: int | NDArray[np.integer]) -> Any:
+    """A 64-bit hash of the keys in their order: an int, or where keys are arrays (they broadcast) uint64 elements."""
+    state: Any = 0
     with np.errstate(over="ignore"):
         for key in keys:
-            number = np.asarray(key % (1 << 64) if isinstance(key, int) else key).astype(np.uint64)
-            state = (state ^ number) * np.uint64(0xD1342543DE82EF95) + _GOLDEN
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31))
+            number = key & _MASK if isinstance(key, int) else np.asarray(key).astype(np.uint64)
+            state = ((state ^ number) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+            state = state ^ (state >> 31)
     return state
 
 
 def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Hashes as uniform numbers in [0, 1): their upper 53 bits."""
-    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (hashes >> 11).astype(np.float64) * 2.0**-53
 
 
 def piece_seed(seed: int, step: int, piece: int) -> int:
     """The seed of what is random inside a piece (dropout): 63 bits, a function of (seed, step, piece)."""
-    return int(mix(seed, 0xD409, step, piece) >> np.uint64(1))
+    return int(mix(seed, 0xD409, step, piece) >> 1)
 
 
 def cuts(samples: int, pieces: int) -> list[int]:

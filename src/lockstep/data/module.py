@@ -46,6 +46,7 @@ class DataModule(pl.LightningDataModule):
         self.process = 0
         self.plan = Plan(len(splits.train), layout.batch_size, layout.pieces, seed)
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._like: tuple[Any, Tensor | None] = None, None  # the module, and a parameter whose dtype images get
 
     # --- loaders ---
 
@@ -101,7 +102,7 @@ class DataModule(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, Share):
-            return batch.to(device, non_blocking=device.type == "cuda")
+            return batch if device.type == "cpu" else batch.to(device, non_blocking=True)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -136,8 +137,11 @@ class DataModule(pl.LightningDataModule):
 
     def _dtype(self) -> torch.dtype:
         module = self.trainer.lightning_module if self.trainer is not None else None
-        parameters = () if module is None else module.parameters()
-        return next((p.dtype for p in parameters if p.is_floating_point()), torch.get_default_dtype())
+        if module is not self._like[0]:  # a walk over its layers takes longer than the rest of `finish`
+            parameters = () if module is None else module.parameters()
+            self._like = module, next((p for p in parameters if p.is_floating_point()), None)
+        like = self._like[1]
+        return torch.get_default_dtype() if like is None else like.dtype
 
 
 def _as_loader(parent: int, worker: int) -> None:

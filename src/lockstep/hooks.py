@@ -1,0 +1,69 @@
+"""The hooks of a training step, called only where somebody implements them.
+
+Lightning asks every callback and the module at every hook, under a profiler's context: 0.2 ms of a step without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PassThroughProfiler
+
+# What `StepLoop` leaves out where it is Lightning's own, and leaves to Lightning's loop where it is not.
+BYPASSED = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "optimizer_step",
+)
+
+
+class Hooks:
+    """Calls as Lightning does, in its order: the callbacks in theirs, then the module.
+
+    Who implements what is found once, at the first call; make a new one where callbacks may have changed.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.trainer = trainer
+        self.module: pl.LightningModule = trainer.lightning_module
+        self._known: dict[str, tuple[list[Callable[..., Any]], Callable[..., Any] | None]] = {}
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        """Returns what the module's hook does."""
+        if name not in self._known:
+            self._known[name] = self._implemented(name)
+        callbacks, own = self._known[name]
+        if not callbacks and own is None:
+            return None
+        state = self.module.__dict__  # nn.Module's own __setattr__ takes 5 us; `self.log` reads whose turn it is
+        before, state["_current_fx_name"] = state["_current_fx_name"], name
+        for callback in callbacks:
+            callback(self.trainer, self.module, *args)
+        found = None if own is None else own(*args)
+        state["_current_fx_name"] = before
+        return found
+
+    def _implemented(self, name: str) -> tuple[list[Callable[..., Any]], Callable[..., Any] | None]:
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found = [getattr(callback, name) for callback in callbacks if overrides(callback, name, pl.Callback)]
+        own = getattr(self.module, name) if overrides(self.module, name, pl.LightningModule) else None
+        return found, own
+
+
+def overrides(owner: Any, name: str, base: type) -> bool:
+    """Whether `owner`, or its class, has a method `name` other than that of `base`."""
+    return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
+
+
+def lean(trainer: pl.Trainer) -> bool:
+    """Whether a step needs nothing that only Lightning's own loop does: a profiler, a loss scaler, a schedule that
+    follows a metric, or a module with its own `optimizer_step` or transfer of batches."""
+    return (
+        type(trainer.profiler) is PassThroughProfiler
+        and getattr(trainer.precision_plugin, "scaler", None) is None
+        and not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
+        and not any(overrides(trainer.lightning_module, name, pl.LightningModule) for name in BYPASSED)
+    )
