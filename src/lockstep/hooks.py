@@ -62,7 +62,7 @@ def lean(trainer: pl.Trainer) -> bool:
     """Whether a step needs nothing that only Lightning's own loop does: a profiler, a loss scaler, a schedule that
     follows a metric, or a module with its own `optimizer_step` or transfer of batches."""
     return (
-        type(trainer.profiler) is PassThroughProfiler
+        isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
         and getattr(trainer.precision_plugin, "scaler", None) is None
         and not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
         and not any(overrides(trainer.lightning_module, name, pl.LightningModule) for name in BYPASSED)

@@ -70,7 +70,8 @@ class StepLoop(_TrainingEpochLoop):
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
         """
         if self.restarting or not self.lean:
-            return super().advance(data_fetcher)
+            super().advance(data_fetcher)
+            return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self.val_loop.restarting = False
@@ -176,7 +177,7 @@ class StepOptimization(_AutomaticOptimization):
             return found[-1].loss
 
         progress.step.increment_ready()
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[arg-type]  # torch only hands on what it returns
         progress.step.increment_completed()
         return found[-1].asdict()
 
