@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from exact_cost import Clock
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -274,6 +274,18 @@ def begin(config: Config, folder: Path) -> None:
     logs.configure(folder, 1)
     fast.keep_freed_memory()
     fast.set_threads(config.layout, config.threads)
+
+
+class Clock(pl.Callback):
+    """Seconds at which each optimizer step ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.ends.append(time.perf_counter())
 
 
 def block(

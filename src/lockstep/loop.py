@@ -3,7 +3,7 @@
 A batch that the loader yields is a `Share`: what this process computes of one optimizer step. So everything that
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps, and no micro-batch is
 ever seen outside this file. The only private names of Lightning that the project builds on stand here and in
-hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), `trainer._results` and
+hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` and
 `trainer._logger_connector` (what `self.log` needs), and `trainer._signal_connector` (who hears signals).
 tests/test_loop.py fails when they change.
 
@@ -91,8 +91,7 @@ class StepLoop(_TrainingEpochLoop):
         progress.increment_processed()
         self._schedule()
         hooks("on_train_batch_end", outputs, batch, number)
-        results = trainer._results
-        assert results is not None
+        results = self._results
         logs = any(result.meta.on_step for result in results.values())
         if logs:
             trainer._logger_connector.on_batch_end()
@@ -209,13 +208,13 @@ class StepOptimization(_AutomaticOptimization):
         """Gradients of the mean loss over the whole step's samples; the returned loss is this process's mean."""
         trainer, share = self.trainer, kwargs["batch"]
         strategy = trainer.strategy
-        assert trainer._results is not None
+        results = trainer.fit_loop.epoch_loop._results
         if self.stats is None:
             self.stats = RunningStats(trainer.lightning_module, strategy, self.gradients.processes, self.exact)
             if self.stats.exact is not None and self.resumed:
                 self.stats.exact.exponents = list(self.resumed["statistics"])
         attempt = partial(self._turns, kwargs, lru_cache(zero_grad), backward, self.stats)  # Lightning counts zero_grad
-        share, (losses, extra) = self.memory.take(trainer, share, trainer._results, self.gradients, attempt)
+        share, (losses, extra) = self.memory.take(trainer, share, results, self.gradients, attempt)
         self.gradients.finish(share)
         self.stats.finish(share)
         if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
@@ -227,8 +226,7 @@ class StepOptimization(_AutomaticOptimization):
     ) -> tuple[list[tuple[torch.Tensor, int]], dict[str, Any]]:
         """The forward and backward passes of a share; returns each turn's mean loss and its samples."""
         trainer, gradients = self.trainer, self.gradients
-        strategy, results = trainer.strategy, trainer._results
-        assert results is not None
+        strategy, results = trainer.strategy, trainer.fit_loop.epoch_loop._results
         losses: list[tuple[torch.Tensor, int]] = []
         extra: dict[str, Any] = {}
         stats.begin(share)

@@ -1,0 +1,156 @@
+"""Every claim about speed, measured: ours against what one would run instead.
+
+    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, about 20 minutes on two cores
+    python scripts/benchmark.py step limit                           # some
+
+Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
+rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
+part writes a JSON file (--json) with machine, versions and commit.
+Exit codes: 0 measured, 1 a part failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from benchmarks import epochs, limit, pieces, programs, scaling, steps
+from benchmarks.players import Row
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.checks import ROOT, unknown
+from lockstep.layout import Refusal
+from lockstep.summary import git_info, versions, write_summary
+
+Part = Callable[[Path, str], tuple[list[Row], dict[str, Any]]]
+
+
+def step(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    return [line for name in steps.CASES for line in steps.measure(name, folder)], {}
+
+
+def epoch(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    return [line for threads in epochs.GOALS for line in epochs.measure(data_dir, threads, folder)], {}
+
+
+def scale(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    return [line for model in scaling.CASES for line in scaling.measure(model, folder)], {}
+
+
+def cut(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    return [line for model in pieces.SIZES for line in pieces.measure(model, folder)] + [pieces.collectives(folder)], {}
+
+
+def distance(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    found = limit.measure(folder)
+    rows = [
+        Row(
+            f"{one.model}, {one.precision}: GFLOP/s of convolutions and matrix products, against the best here",
+            one.gflops,
+            max(one.best.values()),
+            one.gflops / max(one.best.values()),
+            None,
+            unit="GFLOP/s",
+            check=", ".join(f"{part} {share:.1%}" for part, share in one.parts.items() if share > 0.01),
+        )
+        for one in found
+    ]
+    return rows, {"limits": [asdict(one) for one in found]}
+
+
+PARTS: dict[str, Part] = {
+    "step": step,
+    "epoch": epoch,
+    "start": programs.start,
+    "scaling": scale,
+    "pieces": cut,
+    "accuracy": programs.accuracy,
+    "memory": programs.memory,
+    "limit": distance,
+}
+NEED_MNIST = {"epoch", "accuracy"}
+
+
+def main() -> int:
+    """Measures the parts asked for, prints a table each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--data-dir", default="data", help="holds MNIST/raw, unpacked")
+    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for the figures")
+    options = parser.parse_args()
+    try:
+        for part in options.parts:
+            if part not in PARTS:
+                raise Refusal(f"{part}: {unknown(part, PARTS)}")
+        chosen = options.parts or list(PARTS)
+        raw = Path(options.data_dir, "MNIST", "raw")
+        if NEED_MNIST & set(chosen) and not (raw / "train-images-idx3-ubyte").is_file():
+            raise Refusal(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150
+    failed = False
+    for part in chosen:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows, more = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
+            except RuntimeError as error:
+                print(f"error: {part}: {error}", file=sys.stderr)
+                failed = True
+                continue
+        seconds = time.perf_counter() - began
+        console.print(table(part, rows, seconds))
+        options.json.mkdir(parents=True, exist_ok=True)
+        found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows], **more}
+        write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
+    return int(failed)
+
+
+def here() -> dict[str, Any]:
+    """Where and when: what figures are worth nothing without."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
+    machine = {"processor": names[0] if names else platform.processor(), "cores": cores, "system": platform.platform()}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"machine": machine, "date": date, "versions": versions(), "git": git_info()}
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def table(part: str, rows: list[Row], seconds: float) -> Table:
+    """A line for each comparison."""
+    shown = Table("what", "ours", "other", "ratio", "quartiles", "goal", "", box=box.SIMPLE_HEAD)
+    for line in rows:
+        goal = "" if line.goal is None else f"{'>=' if line.at_least else '<='} {line.goal:g}"
+        verdict = {None: "", True: "met", False: "NOT MET"}[line.met]
+        sides = [f"{side:.4g} {line.unit}".strip() for side in (line.ours, line.other)]
+        quartiles = "" if line.spread is None else f"{line.spread[0]:.3f} .. {line.spread[1]:.3f}"
+        shown.add_row(line.what, *sides, f"{line.ratio:.3f}", quartiles, goal, verdict)
+        if line.check:
+            shown.add_row(f"[dim]  {line.check}[/dim]")
+    shown.title, shown.title_justify = f"{part} ({seconds:.0f} s)", "left"
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

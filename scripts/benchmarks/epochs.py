@@ -1,0 +1,74 @@
+"""An epoch of MNIST: train.py against the way of pytorch/examples and that of Lightning's tutorials.
+
+A block is 200 steps of 64 images. Epochs end inside of blocks, so what each side does there counts in proportion.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.players import OPPONENTS, Outcome, Row, faster, play
+
+STEPS, LR = 200, 0.03
+ROUNDS = 5
+RACES = (("ours", "examples"), ("ours", "tutorial"), ("ours, bf16", "examples"), ("ours, bf16", "tutorial"))
+GOALS = {1: (1.55, 1.85, 2.4, None), 2: (1.9, 2.1, 2.8, None)}  # by threads, of RACES
+KINDS = {"examples": "pytorch/examples' way", "tutorial": "Lightning's tutorial way"}
+ACCURACY = 0.02  # most that the sides' test accuracy after SAVE_AT steps may differ: their orders of samples do
+SAVE_AT = 1000
+
+
+def measure(data_dir: str, threads: int, folder: Path) -> list[Row]:
+    """Goal 2 for a number of threads.
+
+    Raises:
+        RuntimeError: the sides have not learnt the same.
+    """
+    epochs = "2"
+    base = ["--data-dir", data_dir, "--threads", str(threads), "--epochs", epochs]
+    examples = [str(OPPONENTS / "torch_examples.py"), *base]
+    tutorial = [str(OPPONENTS / "lightning_tutorial.py"), *base]
+    ours = [str(OPPONENTS / "lockstep_train.py"), "data=mnist", f"data_dir={data_dir}", "data.augment=null", f"lr={LR}"]
+    ours += ["data.val_fraction=0", "scheduler=constant", f"threads={threads}", f"max_epochs={epochs}"]
+    ours += ["callbacks.checkpoint.monitor=null", f"outputs={folder}/runs"]
+    commands = {"ours": [ours], "ours, bf16": [[*ours, "precision=bf16-mixed"]]}
+    for workers in ("0", "2"):
+        commands[f"examples, {workers} workers"] = [[*examples, "--workers", workers]]
+        commands[f"tutorial, {workers} workers"] = [[*tutorial, "--workers", workers]]
+    found = play(commands, ROUNDS, STEPS, skip=0, save_at=SAVE_AT, threads=threads, folder=folder)
+    learnt = {side: accuracy(outcome.weights, data_dir) for side, outcome in found.items()}
+    if max(learnt.values()) - min(learnt.values()) > ACCURACY:
+        raise RuntimeError(f"test accuracy after {SAVE_AT} steps: {learnt}")
+    rows = []
+    for (side, kind), goal in zip(RACES, GOALS[threads], strict=True):
+        other = quicker([found[f"{kind}, {workers} workers"] for workers in ("0", "2")])
+        name = f"MNIST, batch 64, {threads} thread{'s' * (threads > 1)}, {side}: times as fast as {KINDS[kind]}"
+        told = f"test accuracy {learnt[side]:.1%}; all sides {min(learnt.values()):.1%} to {max(learnt.values()):.1%}"
+        rows.append(faster(name, found[side].blocks, other.blocks, goal, check=told))
+    return rows
+
+
+def quicker(outcomes: Sequence[Outcome]) -> Outcome:
+    """Loader processes or none: whatever is better for them."""
+    return min(outcomes, key=lambda outcome: median(outcome.blocks))
+
+
+def accuracy(weights: Path, data_dir: str) -> float:
+    """Of saved weights on the test set."""
+    import torch
+    from torchvision.datasets import MNIST
+
+    sys.path.append(str(OPPONENTS))
+    from bare_loop import mnist_cnn
+
+    test = MNIST(data_dir, train=False)
+    images = (test.data[:, None].float() / 255 - 0.1307) / 0.3081
+    net = mnist_cnn(1, 28, 10)
+    for parameter, saved in zip(net.parameters(), torch.load(weights), strict=True):
+        parameter.data.copy_(saved)
+    with torch.inference_mode():
+        found = torch.cat([net(part).argmax(1) for part in images.split(1000)])
+    return float((found == test.targets).double().mean())

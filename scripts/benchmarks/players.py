@@ -1,0 +1,176 @@
+"""Programs that run against each other in turns, a block of steps each (see scripts/opponents/turns.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+Command = Sequence[str]
+
+ROOT = Path(__file__).resolve().parents[2]
+OPPONENTS = ROOT / "scripts" / "opponents"
+
+
+@dataclass
+class Outcome:
+    """What a player did.
+
+    Attributes:
+        blocks: seconds of each block, its first steps left out.
+        weights: the file of its parameters after `save_at` steps.
+        peak_mib: most resident memory.
+    """
+
+    weights: Path
+    blocks: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+
+class Player:
+    """A program in a process of its own, which makes steps when it is told to."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], steps: int, weights: Path, save_at: int, threads: int
+    ) -> None:
+        ours, theirs = os.pipe(), os.pipe()
+        self.name = name
+        self.go_fd, self.answers = theirs[1], os.fdopen(ours[0])
+        environment = {
+            **os.environ,
+            "TURNS": f"{theirs[0]},{ours[1]},{steps}",
+            "WEIGHTS": f"{save_at},{weights}",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self.errors = weights.with_suffix(".txt")
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment,
+                pass_fds=(theirs[0], ours[1]),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+        os.close(theirs[0])
+        os.close(ours[1])
+
+    def go(self) -> None:
+        os.write(self.go_fd, b".")
+
+    def answer(self) -> dict[str, Any]:
+        """What it says next.
+
+        Raises:
+            RuntimeError: it ended instead, with the last of what it wrote.
+        """
+        line = self.answers.readline()
+        if not line:
+            self.process.wait()
+            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self) -> None:
+        os.close(self.go_fd)
+        self.answers.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def play(
+    commands: Mapping[str, Sequence[Command]],
+    rounds: int,
+    steps: int,
+    *,
+    games: int = 1,
+    skip: int = 2,
+    save_at: int = 0,
+    threads: int = 1,
+    folder: Path,
+) -> dict[str, Outcome]:
+    """Blocks of every player, interleaved: each round each has one, in another order.
+
+    Args:
+        commands: arguments to Python, by player; a player of several programs runs them at once.
+        rounds: counted ones of a game; one more goes before them.
+        steps: of a block.
+        games: times that all is started anew, since where a process's memory happens to lie moves its speed.
+        skip: first steps of a block that don't count, since caches are cold after the others' turns.
+        threads: OMP_NUM_THREADS.
+    """
+    found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
+    order = random.Random(0)
+    for _ in range(games):
+        players: list[Player] = []
+        try:
+            for name, team in commands.items():
+                outcome = found[name]
+                players += [Player(name, command, steps, outcome.weights, save_at, threads) for command in team]
+            for player in players:
+                player.answer()
+            for number in range(rounds + 1):
+                for name in order.sample(list(commands), len(commands)):
+                    team_now = [player for player in players if player.name == name]
+                    for player in team_now:
+                        player.go()
+                    told = [player.answer() for player in team_now]
+                    found[name].peak_mib = max(found[name].peak_mib, *(answer["peak_mib"] for answer in told))
+                    if number:
+                        found[name].blocks.append(max(sum(answer["seconds"][skip:]) for answer in told))
+        finally:
+            for player in players:
+                player.end()
+    return found
+
+
+@dataclass
+class Row:
+    """A line of the table: `ours` against `other`, both in `unit`.
+
+    Attributes:
+        ratio: of the medians of ours and other, or how many times as fast ours is.
+        goal: the ratio must be at most this, or at least, where `at_least`; None: it is there to explain others.
+        spread: lower and upper quartile of the ratio over rounds.
+        check: what shows that both sides computed the same.
+    """
+
+    what: str
+    ours: float
+    other: float
+    ratio: float
+    goal: float | None
+    at_least: bool = False
+    spread: tuple[float, float] | None = None
+    unit: str = "s"
+    check: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.goal is None:
+            return None
+        return self.ratio >= self.goal if self.at_least else self.ratio <= self.goal
+
+
+def row(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:
+    """A row from both sides' measurements, of which the n-th were taken next to each other."""
+    ratios = [a / b for a, b in zip(ours, other, strict=True)]
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Row(what, median(ours), median(other), median(ours) / median(other), goal, spread=(lower, upper), **more)
+
+
+def faster(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:
+    """A row whose ratio says how many times as fast ours is."""
+    turned = row(what, other, ours, goal, at_least=True, **more)
+    turned.ours, turned.other = turned.other, turned.ours
+    return turned

@@ -1,0 +1,81 @@
+"""The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
+
+    python scripts/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16]
+
+As fast as its kind can be: no metrics, no logger, no validation, one line every 50 steps. `--levers` gives it all that
+Lockstep's default path uses: freed memory is kept (mallopt), channels_last. The task is a file that benchmark.py wrote:
+images, labels, order of samples, initial weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from turns import Turns
+
+
+def mnist_cnn(channels: int, size: int, classes: int) -> nn.Module:
+    side = (size - 8) // 2
+    return nn.Sequential(
+        nn.Conv2d(channels, 20, 5), nn.ReLU(inplace=True), nn.Conv2d(20, 20, 5), nn.ReLU(inplace=True),
+        nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(20 * side * side, 50), nn.ReLU(inplace=True), nn.Linear(50, classes),
+    )  # fmt: skip
+
+
+def resnet18(channels: int, size: int, classes: int) -> nn.Module:
+    from torchvision.models import resnet18
+
+    net = resnet18(num_classes=classes)
+    net.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    net.maxpool = nn.Identity()
+    return net
+
+
+def main() -> None:
+    """Trains until nobody gives it a turn any more, or the order of samples ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--levers", action="store_true")
+    parser.add_argument("--precision", choices=["32", "bf16"], default="32")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.levers:
+        libc = ctypes.CDLL("libc.so.6")
+        assert libc.mallopt(-4, 0)  # M_MMAP_MAX
+        assert libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    task: dict[str, Any] = torch.load(options.task)
+    images, labels = task["images"], task["labels"]
+    net = globals()[task["model"]](images.shape[1], images.shape[2], task["classes"])
+    for parameter, initial in zip(net.parameters(), task["weights"], strict=True):
+        parameter.data.copy_(initial)
+    if options.levers:
+        net.to(memory_format=torch.channels_last)
+    decays = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": 5e-4}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=task["lr"], momentum=0.9, nesterov=True)
+    autocast = nullcontext() if options.precision == "32" else torch.autocast("cpu", torch.bfloat16)
+    turns = Turns()
+    turns.begin()
+    for step, index in enumerate(task["order"]):
+        x, y = images[index], labels[index]
+        optimizer.zero_grad()
+        with autocast:
+            loss = cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            print(f"step {step} loss {loss.item():.4f}", flush=True)
+        turns.step(net.parameters())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""How programs that are compared take turns: one machine, one minute, one block of steps at a time.
+
+A player is any training program that calls `begin()` before its loop and `step(parameters)` after each optimizer step.
+It reads TURNS, `<read fd>,<write fd>,<steps of a block>`: a byte allows it a block, and it answers with the seconds of
+that block's steps as a line of JSON. Between its turns it sleeps. Without TURNS both calls do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Iterable
+from typing import Any
+
+
+class Turns:
+    """A player's side.
+
+    WEIGHTS, `<step>,<path>`: where the parameters after that many steps are saved, to be compared.
+    """
+
+    def __init__(self) -> None:
+        self.read, self.write, self.steps = map(int, os.environ.get("TURNS", "-1,-1,0").split(","))
+        at, _, self.path = os.environ.get("WEIGHTS", "0,").partition(",")
+        self.save_at, self.made = int(at), 0
+        self.seconds: list[float] = []
+        self.started = 0.0
+
+    def begin(self) -> None:
+        """Ready: waits for the first turn."""
+        if self.steps:
+            self._tell({"ready": True})
+            self._wait()
+
+    def step(self, parameters: Iterable[Any]) -> None:
+        """A step has been made; at the block's end the others have their turn."""
+        if not self.steps:
+            return
+        self.seconds.append(time.perf_counter() - self.started)
+        self.made += 1
+        if self.made == self.save_at:
+            import torch
+
+            torch.save([parameter.detach().cpu() for parameter in parameters], self.path)
+        if len(self.seconds) == self.steps:
+            kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._tell({"seconds": self.seconds, "peak_mib": kib / 1024})
+            self.seconds = []
+            self._wait()
+        self.started = time.perf_counter()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        os.write(self.write, (json.dumps(message) + "\n").encode())
+
+    def _wait(self) -> None:
+        if not os.read(self.read, 1):
+            os._exit(0)  # the game is over
+        self.started = time.perf_counter()
