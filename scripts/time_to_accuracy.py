@@ -1,0 +1,177 @@
+"""Seconds from a command to its test accuracy on MNIST: our recipes against the program of pytorch/examples.
+
+    python scripts/time_to_accuracy.py --data-dir <folder with MNIST/> --json times.json
+
+Runs `experiment=mnist_fast` and `experiment=mnist_best` for every seed, and in their midst, once,
+opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those until
+the test result stands in summary.json or on the opponent's console; until the process has ended is told beside it.
+The opponent takes four epochs, a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.checks import ROOT
+from lockstep.layout import Refusal
+from lockstep.summary import summary_of, versions, write_summary
+
+RECIPES = {"mnist_fast": 0.99, "mnist_best": 0.995}  # and the test accuracy that each is for
+OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+class CommandFailed(Exception):
+    """A command that was measured ended with another exit code than 0."""
+
+
+@dataclass
+class Racer:
+    """One recipe's runs. Lists have an entry for each seed.
+
+    Attributes:
+        target: test accuracy that it is for.
+        accuracy: on the 10,000 test images.
+        to_result: s from the command to the test result.
+        to_end: s from the command to the end of its process.
+        ratio: the opponent's mean `to_result` over this one's; None: there was no opponent.
+    """
+
+    recipe: str
+    target: float
+    accuracy: list[float] = field(default_factory=list)
+    to_result: list[float] = field(default_factory=list)
+    to_end: list[float] = field(default_factory=list)
+    ratio: float | None = None
+
+
+def measure(
+    data_dir: str | os.PathLike[str],
+    seeds: Sequence[int] = range(5),
+    opponent: bool = True,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Runs everything; returns `racers` (as Racer, the opponent last) and `versions`.
+
+    Args:
+        data_dir: holds MNIST/raw, unpacked.
+        seeds: of our recipes' runs.
+        opponent: false: leave out the minutes that it takes.
+        overrides: for our runs, Hydra's.
+
+    Raises:
+        Refusal: the data is not there.
+        CommandFailed: naming the command, and what it said.
+    """
+    raw = Path(data_dir).absolute() / "MNIST" / "raw"
+    if missing := [name for name in FILES if not (raw / name).is_file()]:
+        raise Refusal(f"no {missing[0]} in {raw}: python src/train.py data=mnist data_dir=... downloads and unpacks it")
+    racers = {name: Racer(name, target) for name, target in RECIPES.items()}
+    turns = [(name, seed) for seed in seeds for name in RECIPES]
+    if opponent:
+        turns.insert(len(turns) // 2, (OPPONENT, 0))
+        racers[OPPONENT] = Racer(OPPONENT, OPPONENT_TARGET)
+    for name, seed in turns:
+        one = _opponent(raw.parents[1]) if name == OPPONENT else _recipe(name, seed, raw.parents[1], overrides)
+        for values, value in zip(
+            (racers[name].accuracy, racers[name].to_result, racers[name].to_end), one, strict=True
+        ):
+            values.append(value)
+    if opponent:
+        for racer in racers.values():
+            racer.ratio = statistics.mean(racers[OPPONENT].to_result) / statistics.mean(racer.to_result)
+    return {"racers": [asdict(racer) for racer in racers.values()], "versions": versions()}
+
+
+def _recipe(name: str, seed: int, data_dir: Path, overrides: Sequence[str]) -> tuple[float, float, float]:
+    """Test accuracy, seconds to it, seconds to the end of one run of ours."""
+    with tempfile.TemporaryDirectory() as outputs:
+        own = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
+        began = time.time()
+        _command("src/train.py", *own, *overrides)
+        ended = time.time()
+        (folder,) = Path(outputs, "run").iterdir()
+        result = (folder / "summary.json").stat().st_mtime
+        return float(summary_of(folder)["metrics"]["test/acc"]), result - began, ended - began
+
+
+def _opponent(data_dir: Path) -> tuple[float, float, float]:
+    """The same of the opponent; its own clock starts with its first line."""
+    began = time.time()
+    said = _command("scripts/opponents/examples_mnist.py", f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
+    ended = time.time()
+    accuracy, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
+    return float(accuracy), float(seconds), ended - began
+
+
+def _command(program: str, *arguments: str) -> str:
+    """What it printed."""
+    done = subprocess.run([sys.executable, program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        raise CommandFailed(f"{program} {arguments[0]}: exit code {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+def table(report: dict[str, Any]) -> Table:
+    """A row for each recipe."""
+    shown = Table(
+        "recipe", "target", "test accuracy of each seed", "mean", "s to test result", "s to end", "times as fast",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for racer in report["racers"]:
+        shown.add_row(
+            racer["recipe"],
+            f"{racer['target']:.1%}",
+            ", ".join(f"{accuracy:.2%}" for accuracy in racer["accuracy"]),
+            f"{statistics.mean(racer['accuracy']):.2%}",
+            f"{statistics.mean(racer['to_result']):.1f}",
+            f"{statistics.mean(racer['to_end']):.1f}",
+            "-" if racer["ratio"] is None else f"{racer['ratio']:.1f}",
+        )
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, help="folder that holds MNIST/raw")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each recipe (default: %(default)s)")
+    parser.add_argument("--no-opponent", dest="opponent", action="store_false", help="only our recipes")
+    parser.add_argument("--json", type=Path, metavar="path", help="file for the numbers")
+    parser.add_argument("overrides", nargs="*", help="for our runs, e.g. threads=1")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
+    try:
+        if options.seeds < 1:
+            raise Refusal(f"--seeds={options.seeds}: at least 1")
+        report = measure(options.data_dir, range(options.seeds), options.opponent, options.overrides)
+    except (Refusal, CommandFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, Refusal) else 1
+    console.print(table(report))
+    if options.json:
+        write_summary(options.json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
