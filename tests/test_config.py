@@ -58,7 +58,7 @@ def refused(*overrides: str) -> str:
 # Each case: overrides, and what the line must hold, in this order: what is wrong, then what would be right.
 REFUSED: list[tuple[str, str]] = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
-    ("model=vgg", "model=vgg.*mnist_cnn, resnet18"),
+    ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
     ("optimizer=lion", "optimizer=lion.*adamw, sgd"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),

@@ -22,7 +22,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 import lockstep.models
 from lockstep.callbacks import StandIn
 from lockstep.layout import Refusal
-from lockstep.models import ImageClassifier, MnistCNN, ResNet18
+from lockstep.models import FastCNN, ImageClassifier, MnistCNN, ResNet18
 from lockstep.models.metrics import Evaluation, ExactMean
 from lockstep.models.optimizer import build_optimizer
 from lockstep.models.schedule import lr_factor
@@ -47,6 +47,10 @@ def mnist_cnn(**changes: Any) -> Any:
     return MnistCNN(**task(**changes))
 
 
+def fast_cnn(**changes: Any) -> Any:
+    return FastCNN(**task(**{"image_size": 15, **changes}))
+
+
 def resnet18(**changes: Any) -> Any:
     return ResNet18(**task(**changes))
 
@@ -67,6 +71,15 @@ def test_mnist_cnn_derives_its_sizes(channels: int, image_size: int, num_classes
     assert model(model.example_input_array).shape == (2, num_classes)
     if image_size == 28:
         assert model.net.hidden.in_features == 2000
+
+
+@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 15, 2), (4, 33, 1)])
+def test_fast_cnn_derives_its_sizes(channels: int, image_size: int, num_classes: int) -> None:
+    model = fast_cnn(channels=channels, image_size=image_size, num_classes=num_classes, width=[2, 3, 4, 5])
+    assert model(torch.zeros(3, channels, image_size, image_size)).shape == (3, num_classes)
+    assert model.net.logits.in_features == 5 * (image_size // 16 or 1) ** 2
+    tail = torch.randn(1, channels, image_size, image_size)
+    assert model.train()(tail).shape == (1, num_classes), "a tail of one sample must train too"
 
 
 @pytest.mark.parametrize(
@@ -108,14 +121,15 @@ def test_dropout_is_off_unless_asked_for() -> None:
     assert torch.equal(on.eval()(x), off(x)), "same weights, same parameter names"
 
 
-@pytest.mark.parametrize("build", [mnist_cnn, resnet18, partial(resnet18, norm="group")])
+@pytest.mark.parametrize("build", [mnist_cnn, fast_cnn, resnet18, partial(resnet18, norm="group")])
 def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> None:
     first, second = [(torch.manual_seed(7), build())[1] for _ in range(2)]
     for key, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[key])
     state = first.state_dict()
-    first.training_step((torch.randn(2, 1, 12, 12), torch.tensor([0, 2])), 0)
-    first.validation_step((torch.randn(2, 1, 12, 12), torch.tensor([0, 2])), 0)
+    batch = torch.randn_like(first.example_input_array), torch.tensor([0, 2])
+    first.training_step(batch, 0)
+    first.validation_step(batch, 0)
     assert set(first.state_dict()) == set(state) == {f"net.{key}" for key in first.net.state_dict()}
     assert {name for name, _ in first.named_buffers()} == {f"net.{name}" for name, _ in first.net.named_buffers()}
 
@@ -126,6 +140,9 @@ def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> Non
         (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
         (mnist_cnn, {"dropout": 1.0}, "dropout=1.0"),
         (mnist_cnn, {"label_smoothing": -0.1}, "label_smoothing=-0.1"),
+        (fast_cnn, {"image_size": 14}, "at least 15 x 15"),
+        (fast_cnn, {"width": [8, 8, 8]}, r"width=\[8, 8, 8\]: four"),
+        (fast_cnn, {"width": [8, 8, 8, 0]}, "at least 1"),
         (resnet18, {"stem": "tiny"}, "auto, small, imagenet"),
         (resnet18, {"norm": "layer"}, "batch, group"),
         (resnet18, {"image_size": 8}, "at least 9 x 9"),
@@ -159,7 +176,7 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
     assert not (net.conv1.weight == 2).any(), "the small stem has no pretrained weights"
 
 
-@pytest.mark.parametrize("name", ["mnist_cnn", "resnet18"])
+@pytest.mark.parametrize("name", ["mnist_cnn", "fast_cnn", "resnet18"])
 def test_configs_build(name: str) -> None:
     options = plain_option("model", name)
     assert options.pop("name") == name
@@ -170,7 +187,10 @@ def test_configs_build(name: str) -> None:
                 "optimizer": plain_option("optimizer", optimizer),
                 "scheduler": plain_option("scheduler", scheduler),
             }
-            assert build(**options, **task(**choices)).configure_optimizers()["lr_scheduler"]["interval"] == "step"
+            assert (
+                build(**options, **task(image_size=28, **choices)).configure_optimizers()["lr_scheduler"]["interval"]
+                == "step"
+            )
 
 
 # Optimizers and schedules

@@ -1,6 +1,7 @@
 """A convolution net that learns MNIST in one pass over the data, in seconds on two CPU cores."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,38 +11,49 @@ from lockstep.models.classifier import ImageClassifier
 
 
 class FastCNN(ImageClassifier):
-    """Three convolutions with BatchNorm, one linear layer; 29,194 parameters for MNIST.
+    """Four convolutions with BatchNorm and max-pools between them, one linear layer.
 
-    The first convolution is 5 x 5 with stride 2 and has width[0] channels; the others are 3 x 3, each followed by a
-    2 x 2 max-pool. Pooling comes before BatchNorm and ReLU, which then have a quarter of the values to pass.
+    width has the channels of each convolution. The first is 5 x 5 with stride 2, so that nothing is computed at full
+    size; the others are 3 x 3. Pooling comes before BatchNorm and ReLU, which then have a quarter of the values to
+    pass; not so behind the last convolution, where a tail of one sample would leave BatchNorm a single value.
 
-    Refusal: width is not three whole numbers of at least 1; an image of less than 8 x 8.
+    Refusal: width is not four whole numbers of at least 1; an image of less than 15 x 15.
     """
 
     def __init__(
-        self, *, channels: int, image_size: int, num_classes: int, width: tuple[int, int, int] = (16, 32, 64), **task: Any
+        self,
+        *,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        width: Sequence[int] = (16, 32, 64, 64),
+        **task: Any,
     ) -> None:
-        if len(width) != 3 or not all(isinstance(n, int) and n >= 1 for n in width):
-            raise Refusal(f"width={list(width)}: three whole numbers of at least 1, the channels of each convolution")
-        if image_size < 8:
-            raise Refusal(f"fast_cnn needs images of at least 8 x 8 pixels, these are {image_size} x {image_size}")
-        first, second, third = width
-        side = (image_size + 1) // 2 // 2 // 2
+        if len(width) != 4 or not all(isinstance(n, int) and n >= 1 for n in width):
+            raise Refusal(f"width={width}: four whole numbers of at least 1, the channels of each convolution")
+        side = (image_size + 1) // 2 // 2 // 2  # of what the last convolution sees
+        if side < 2:
+            raise Refusal(f"fast_cnn needs images of at least 15 x 15 pixels, these are {image_size} x {image_size}")
+        one, two, three, four = width
         net = nn.Sequential(
             OrderedDict(
-                conv1=nn.Conv2d(channels, first, 5, stride=2, padding=2, bias=False),
-                norm1=nn.BatchNorm2d(first),
+                conv1=nn.Conv2d(channels, one, 5, stride=2, padding=2, bias=False),
+                norm1=nn.BatchNorm2d(one),
                 relu1=nn.ReLU(inplace=True),
-                conv2=nn.Conv2d(first, second, 3, padding=1, bias=False),
+                conv2=nn.Conv2d(one, two, 3, padding=1, bias=False),
                 pool2=nn.MaxPool2d(2),
-                norm2=nn.BatchNorm2d(second),
+                norm2=nn.BatchNorm2d(two),
                 relu2=nn.ReLU(inplace=True),
-                conv3=nn.Conv2d(second, third, 3, padding=1, bias=False),
+                conv3=nn.Conv2d(two, three, 3, padding=1, bias=False),
                 pool3=nn.MaxPool2d(2),
-                norm3=nn.BatchNorm2d(third),
+                norm3=nn.BatchNorm2d(three),
                 relu3=nn.ReLU(inplace=True),
+                conv4=nn.Conv2d(three, four, 3, padding=1, bias=False),
+                norm4=nn.BatchNorm2d(four),
+                relu4=nn.ReLU(inplace=True),
+                pool4=nn.MaxPool2d(2),
                 flatten=nn.Flatten(),
-                logits=nn.Linear(third * side * side, num_classes),
+                logits=nn.Linear(four * (side // 2) ** 2, num_classes),
             )
         )
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)

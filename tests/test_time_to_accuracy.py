@@ -1,0 +1,71 @@
+"""scripts/time_to_accuracy.py on a data set that a program can learn in seconds."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from time_to_accuracy import FILES, measure
+
+from lockstep.layout import Refusal
+
+
+def race(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/time_to_accuracy.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def bars(tmp_path: Path) -> Path:
+    """Laid out as MNIST: ten kinds of images, a bright bar in another place each; 640 to train on and 100 to test."""
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for (images_file, labels_file), count in zip((FILES[:2], FILES[2:]), (640, 100), strict=True):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = np.zeros((count, 28, 28), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[4 + 2 * label : 6 + 2 * label, 4:24] = 255
+        for name, values in ((images_file, images), (labels_file, labels)):
+            header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+            (raw / name).write_bytes(header + values.tobytes())
+    return raw.parents[1]
+
+
+def test_missing_data_is_refused_in_one_line(tmp_path: Path) -> None:
+    done = race("--data-dir", str(tmp_path))
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "no train-images-idx3-ubyte in" in done.stderr
+    with pytest.raises(Refusal, match="no train-images"):
+        measure(tmp_path)
+
+
+@pytest.mark.slow
+def test_recipes_and_opponent_race(bars: Path, tmp_path: Path) -> None:
+    found = tmp_path / "times.json"
+    done = race("--data-dir", str(bars), "--seeds", "2", "--json", str(found), "threads=1", "max_steps=2")
+    assert done.returncode == 0, done.stderr
+    racers = {racer.pop("recipe"): racer for racer in json.loads(found.read_text())["racers"]}
+    assert list(racers) == ["mnist_fast", "mnist_best", "pytorch/examples"]
+    opponent = racers["pytorch/examples"]
+    assert opponent["ratio"] == 1
+    assert opponent["accuracy"][0] >= opponent["target"]
+    for name in ("mnist_fast", "mnist_best"):
+        racer = racers[name]
+        assert len(racer["accuracy"]) == 2
+        for to_result, to_end in zip(racer["to_result"], racer["to_end"], strict=True):
+            assert 0 < to_result <= to_end
+        assert racer["ratio"] == pytest.approx(2 * opponent["to_result"][0] / sum(racer["to_result"]))
+        assert name in done.stdout
+
+
+def test_a_command_that_fails_is_named(bars: Path) -> None:
+    done = race("--data-dir", str(bars), "--seeds", "1", "--no-opponent", "lr=-1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: src/train.py experiment=mnist_fast: exit code 2: error: lr=-1")
+    assert len(done.stderr.splitlines()) == 1
