@@ -4,18 +4,28 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lockstep.layout import Refusal
 from lockstep.models.classifier import ImageClassifier
 
 
+class Norm(nn.BatchNorm2d):
+    """BatchNorm that takes a piece of one sample with one value per channel, by its running statistics."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.numel() == x.shape[1]:  # torch refuses it: one value has no variance
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return super().forward(x)
+
+
 class FastCNN(ImageClassifier):
-    """Four convolutions with BatchNorm and max-pools between them, one linear layer.
+    """Four convolutions, each followed by max-pool (not the first), BatchNorm and ReLU; one linear layer.
 
     width has the channels of each convolution. The first is 5 x 5 with stride 2, so that nothing is computed at full
     size; the others are 3 x 3. Pooling comes before BatchNorm and ReLU, which then have a quarter of the values to
-    pass; not so behind the last convolution, where a tail of one sample would leave BatchNorm a single value.
+    pass: faster, and behind the last convolution better too.
 
     Refusal: width is not four whole numbers of at least 1; an image of less than 15 x 15.
     """
@@ -38,20 +48,20 @@ class FastCNN(ImageClassifier):
         net = nn.Sequential(
             OrderedDict(
                 conv1=nn.Conv2d(channels, one, 5, stride=2, padding=2, bias=False),
-                norm1=nn.BatchNorm2d(one),
+                norm1=Norm(one),
                 relu1=nn.ReLU(inplace=True),
                 conv2=nn.Conv2d(one, two, 3, padding=1, bias=False),
                 pool2=nn.MaxPool2d(2),
-                norm2=nn.BatchNorm2d(two),
+                norm2=Norm(two),
                 relu2=nn.ReLU(inplace=True),
                 conv3=nn.Conv2d(two, three, 3, padding=1, bias=False),
                 pool3=nn.MaxPool2d(2),
-                norm3=nn.BatchNorm2d(three),
+                norm3=Norm(three),
                 relu3=nn.ReLU(inplace=True),
                 conv4=nn.Conv2d(three, four, 3, padding=1, bias=False),
-                norm4=nn.BatchNorm2d(four),
-                relu4=nn.ReLU(inplace=True),
                 pool4=nn.MaxPool2d(2),
+                norm4=Norm(four),
+                relu4=nn.ReLU(inplace=True),
                 flatten=nn.Flatten(),
                 logits=nn.Linear(four * (side // 2) ** 2, num_classes),
             )
