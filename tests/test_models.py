@@ -78,9 +78,8 @@ def test_fast_cnn_derives_its_sizes(channels: int, image_size: int, num_classes:
     model = fast_cnn(channels=channels, image_size=image_size, num_classes=num_classes, width=[2, 3, 4, 5])
     assert model(torch.zeros(3, channels, image_size, image_size)).shape == (3, num_classes)
     assert model.net.logits.in_features == 5 * (image_size // 16 or 1) ** 2
-    tail, before = torch.randn(1, channels, image_size, image_size), model.net.norm4.running_mean.clone()
+    tail = torch.randn(1, channels, image_size, image_size)
     assert model.train()(tail).shape == (1, num_classes), "a tail of one sample must train too"
-    assert torch.equal(model.net.norm4.running_mean, before) == (image_size < 32), "one value is no statistic"
 
 
 @pytest.mark.parametrize(
