@@ -5,7 +5,7 @@
 Runs `experiment=mnist_fast` and `experiment=mnist_best` for every seed, and in their midst, once,
 opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those until
 the test result stands in summary.json or on the opponent's console; until the process has ended is told beside it.
-The opponent takes four epochs, a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
+The opponent takes a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
 """
 
 from __future__ import annotations
