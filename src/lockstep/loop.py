@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,7 +74,8 @@ class StepLoop(_TrainingEpochLoop):
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        self.val_loop.restarting = False
+        if self.val_loop.restarting:
+            self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
         number = self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
@@ -99,6 +100,18 @@ class StepLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if logs:
             trainer._logger_connector.update_train_step_metrics()
+
+    @property
+    def global_step(self) -> int:
+        return self.automatic_optimization.optim_progress.optimizer_steps
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if not self.lean:  # else `_schedule` has
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _should_accumulate(self) -> bool:
+        """Never over batches: every one is a whole step."""
+        return False
 
     def _should_check_val_epoch(self) -> bool:
         return super()._should_check_val_epoch() if self._validates is None else self._validates
@@ -135,6 +148,7 @@ class StepOptimization(_AutomaticOptimization):
         self.hooks: Hooks
         self._indexed: bool | None = None  # whether `training_step` takes the batch's number
         self._clips = False
+        self._zeroed = False
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Under exact, the grids: the next sums round to them."""
@@ -213,7 +227,8 @@ class StepOptimization(_AutomaticOptimization):
             self.stats = RunningStats(trainer.lightning_module, strategy, self.gradients.processes, self.exact)
             if self.stats.exact is not None and self.resumed:
                 self.stats.exact.exponents = list(self.resumed["statistics"])
-        attempt = partial(self._turns, kwargs, lru_cache(zero_grad), backward, self.stats)  # Lightning counts zero_grad
+        attempt = partial(self._turns, kwargs, zero_grad, backward, self.stats)
+        self._zeroed = False
         share, (losses, extra) = self.memory.take(trainer, share, results, self.gradients, attempt)
         self.gradients.finish(share)
         self.stats.finish(share)
@@ -232,7 +247,7 @@ class StepOptimization(_AutomaticOptimization):
         stats.begin(share)
         gradients.begin(share)
         if not share.turns:
-            zero_grad()
+            self._zero_once(zero_grad)
         for number, turn in enumerate(share.turns):
             beat(share.step, number)
             started = time.perf_counter()
@@ -246,7 +261,7 @@ class StepOptimization(_AutomaticOptimization):
                 if output.closure_loss is None:
                     raise RuntimeError("training_step returned None; a piece of a step can't be left out")
                 if number == 0:
-                    zero_grad()
+                    self._zero_once(zero_grad)
                 weight = gradients.weight(turn, share)
                 backward(output.closure_loss if weight == 1 else output.closure_loss * weight)
             if self.timed is not None and number < len(share.turns) - 1:  # the last one waits for other ranks
@@ -257,6 +272,12 @@ class StepOptimization(_AutomaticOptimization):
             extra = output.extra
         kwargs["batch"] = share
         return losses, extra
+
+    def _zero_once(self, zero_grad: Any) -> None:
+        """In a step that memory makes anew, gradients are gone already, and Lightning counts these calls."""
+        if not self._zeroed:
+            self._zeroed = True
+            zero_grad()
 
     def _time(self, turn: Any, seconds: float) -> None:
         assert self.timed is not None

@@ -1,0 +1,112 @@
+"""The benchmark compares what is comparable: sides take turns, compute the same, and a wrong one is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benchmarks import limit, steps
+from benchmarks.players import OPPONENTS, Row, faster, play, row
+
+PLAYER = """
+import sys, time
+sys.path.insert(0, {opponents!r})
+from turns import Turns
+turns = Turns()
+turns.begin()
+for step in range({last}):
+    began = time.monotonic()
+    time.sleep(0.002)
+    with open({log!r}, "a") as log:
+        print(began, time.monotonic(), file=log)
+    turns.step([])
+sys.exit("it had enough")
+"""
+
+
+def player(folder: Path, name: str, last: int = 1000) -> tuple[list[str], Path]:
+    program, log = folder / f"{name}.py", folder / f"{name}.log"
+    program.write_text(PLAYER.format(opponents=str(OPPONENTS), log=str(log), last=last))
+    return [str(program)], log
+
+
+def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
+    (one, first), (two, second), (three, third) = (player(tmp_path, name) for name in ("one", "two", "three"))
+    found = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)
+    assert [len(outcome.blocks) for outcome in found.values()] == [3, 3]
+    assert all(block >= 3 * 0.002 for outcome in found.values() for block in outcome.blocks)
+    spans = {
+        log: [tuple(map(float, line.split())) for line in log.read_text().splitlines()]
+        for log in (first, second, third)
+    }
+    assert {len(span) for span in spans.values()} == {20}
+
+    def together(a: Path, b: Path) -> bool:
+        return any(x[0] < y[1] and y[0] < x[1] for x in spans[a] for y in spans[b])
+
+    assert not together(first, second)
+    assert not together(first, third)
+    assert together(second, third)  # the control: programs of one player do
+
+
+def test_a_player_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> None:
+    (one, _), (two, _) = player(tmp_path, "one"), player(tmp_path, "two", last=7)
+    with pytest.raises(RuntimeError, match=r"two ended early:\n.*it had enough"):
+        play({"one": [one], "two": [two]}, rounds=3, steps=5, folder=tmp_path)
+
+
+def test_ratios_and_goals() -> None:
+    line = row("x", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], 0.5)
+    assert (line.ratio, line.spread, line.met) == (0.5, (0.5, 0.5), True)
+    ahead = faster("x", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], 2.1)
+    assert (ahead.ours, ahead.other, ahead.ratio, ahead.met) == (2.0, 4.0, 2.0, False)
+    assert Row("x", 1, 1, 1, None).met is None
+
+
+def test_both_sides_make_the_same_steps_and_another_order_is_found(tmp_path: Path) -> None:
+    import torch
+
+    case = steps.CASES["mnist_cnn"]
+    task, ours = steps.make_task(case, 40, tmp_path)
+    wrong = tmp_path / "wrong.pt"
+    told: dict[str, Any] = torch.load(task)
+    torch.save(told | {"order": told["order"][::-1]}, wrong)
+    bare = str(OPPONENTS / "bare_loop.py")
+    commands = {
+        "ours": [ours],
+        "plain": [[bare, "--task", str(task)]],
+        "levers": [[bare, "--task", str(task), "--levers"]],
+        "wrong": [[bare, "--task", str(wrong)]],
+    }
+    found = play(commands, rounds=0, steps=case.save_at, save_at=case.save_at, folder=tmp_path)
+    apart = {side: steps.distance(task, found["plain"].weights, found[side].weights) for side in found}
+    assert apart["plain"] == 0
+    assert 0 < apart["ours"] < case.apart[0]
+    assert 0 < apart["levers"] < case.apart[0]
+    assert apart["wrong"] > 100 * case.apart[0]
+
+
+def test_operations_belong_to_parts() -> None:
+    names = ["aten::mkldnn_convolution", "aten::addmm", "aten::native_batch_norm", "aten::copy_", "aten::add_"]
+    parts = [limit.part_of(name) for name in names]
+    assert parts[0] == parts[1] == "convolutions and matrix products"
+    assert parts[2:] == ["normalisation", "copies and conversions", "other arithmetic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["stepp"], "did you mean step?"), (["epoch", "--data-dir=x"], "no MNIST/raw")]
+)
+def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/benchmark.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
