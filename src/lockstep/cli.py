@@ -25,6 +25,7 @@ from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.launch import STARTED, Interrupted, agree
+from lockstep.later import import_later
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
@@ -41,6 +42,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     terminated.
     """
     import_quickly()
+    import_later()
     register_resolvers()
     errors: list[Exception] = []  # kept from Hydra, which would print them its own way
     composed = True
