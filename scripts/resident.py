@@ -66,8 +66,9 @@ def watch(command: list[str], workers: bool) -> tuple[float, float]:
                 peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in measured)])
                 total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, str(process.pid)}))
             time.sleep(0.02)
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, stderr=process.stderr and process.stderr.read())
+        said = process.stderr.read() if process.stderr else None
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
     return peak, total
 
 

@@ -24,8 +24,8 @@ from lockstep import began, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
-from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.later import import_later
+from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures

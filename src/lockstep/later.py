@@ -1,8 +1,8 @@
 """`scipy.signal` is imported when something of it is used.
 
-Importing Lightning imports torchmetrics, which imports scipy.signal only to give it a `hamming`, for the sake of an audio
-package, where it has none. That takes 0.6 s, a fifth of a run's start. So a command puts a module in its place that has
-this one name, and becomes the real one when it is asked for another, by the user's own code, say.
+Importing Lightning imports torchmetrics, which imports scipy.signal only to give it a `hamming`, for the sake of an
+audio package, where it has none. That takes 0.6 s, a fifth of a run's start. So a command puts a module in its place
+that has this one name, and becomes the real one when it is asked for another, by the user's own code, say.
 """
 
 from __future__ import annotations
