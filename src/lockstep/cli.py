@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -21,9 +20,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import resume, slurm
+from lockstep import began, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
+from lockstep.interpreter import import_quickly, leave
+from lockstep.later import import_later
 from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
@@ -40,6 +41,8 @@ def command(job: Job, config_name: str) -> NoReturn:
     Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
     terminated.
     """
+    import_quickly()
+    import_later()
     register_resolvers()
     errors: list[Exception] = []  # kept from Hydra, which would print them its own way
     composed = True
@@ -64,8 +67,8 @@ def command(job: Job, config_name: str) -> NoReturn:
 
     if {"--help", "-h"} & set(sys.argv):
         print(front_page(config_name))
-        sys.exit(0)
-    os.environ[STARTED] = str(time.time())
+        leave(0)
+    os.environ[STARTED] = str(began)
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     try:
@@ -76,20 +79,20 @@ def command(job: Job, config_name: str) -> NoReturn:
         code = getattr(interrupted, "code", 130)
         if code == 143 and resume.MULTIRUN.isdisjoint(sys.argv) and (told := slurm.requeue()):
             print(told, file=sys.stderr)
-        sys.exit(code)
+        leave(code)
     except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False
     if failures:
         print(f"error: {len(failures)} job{'s' * (len(failures) > 1)} of the sweep failed", file=sys.stderr)
-        sys.exit(FAILED)
+        leave(FAILED)
     if not errors:
-        sys.exit(0)
+        leave(0)
     if full:
         for error in errors:
             traceback.print_exception(error)
     print(f"error: {line(errors[0], config_name)}", file=sys.stderr)
-    sys.exit(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
+    leave(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
 
 
 def front_page(config_name: str) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 from lockstep import heartbeat
 from lockstep.family import die_with, end_children
 from lockstep.heartbeat import watching
+from lockstep.interpreter import imported
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write, scratch_folder
 
@@ -86,6 +87,7 @@ def launch(
         WorkerFailed: a worker died and no restart was left.
         Interrupted: SIGTERM or SIGINT ended the run; its checkpoint is saved.
     """
+    imported()
     if found := external_workers():
         if found != layout.processes:
             raise Refusal(

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, cast
 
 from lockstep.family import die_with
+from lockstep.interpreter import imported
 from lockstep.launch import STARTED, Interrupted, external_workers, start_method
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
@@ -113,6 +114,7 @@ def run_jobs(
         return
     import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
+    imported()
     fork = multiprocessing.get_context("fork")
     running: dict[int, Running] = {}  # by what becomes ready when it ends
     free = list(places)
