@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
 from benchmarks import limit, steps
 from benchmarks.players import OPPONENTS, Row, faster, play, row
+from conftest import ROOT
 
 PLAYER = """
 import sys, time
