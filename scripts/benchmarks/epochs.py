@@ -13,7 +13,7 @@ from statistics import median
 from benchmarks.players import OPPONENTS, Outcome, Row, faster, play
 
 STEPS, LR = 200, 0.03
-ROUNDS = 5
+ROUNDS = 4
 RACES = (("ours", "examples"), ("ours", "tutorial"), ("ours, bf16", "examples"), ("ours, bf16", "tutorial"))
 GOALS = {1: (1.55, 1.85, 2.4, None), 2: (1.9, 2.1, 2.8, None)}  # by threads, of RACES
 KINDS = {"examples": "pytorch/examples' way", "tutorial": "Lightning's tutorial way"}

@@ -22,7 +22,7 @@ class Case:
 
 CASES = {
     "mnist_cnn": Case(("data.samples=20000",), 20, 2, 10),
-    "resnet18": Case(("data.samples=10000", "data.channels=3", "data.image_size=32"), 3, 1, 3),
+    "resnet18": Case(("data.samples=10000", "data.channels=3", "data.image_size=32"), 3, 1, 2),
 }
 BATCH = 256
 

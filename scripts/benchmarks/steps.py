@@ -8,7 +8,6 @@ from pathlib import Path
 from benchmarks.players import OPPONENTS, Row, play, row
 
 LR = 0.01
-GAMES = 2
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,8 @@ class Case:
     batch: int
     data: dict[str, int]
     steps: int  # of a block
-    rounds: int  # of each of GAMES
+    games: int
+    rounds: int  # of each game
     save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
     goals: tuple[float, float, float]
     apart: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
@@ -28,8 +28,8 @@ class Case:
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 CASES = {
-    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 8, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
-    "resnet18": Case("resnet18", 32, COLOURED, 6, 4, 2, (0.92, 1.01, 0.62), (5e-2, 0.3)),
+    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 3, 6, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
+    "resnet18": Case("resnet18", 32, COLOURED, 6, 1, 5, 2, (0.92, 1.01, 0.62), (5e-2, 0.3)),
 }
 
 
@@ -53,7 +53,7 @@ def measure(name: str, folder: Path) -> list[Row]:
         },
         case.rounds,
         case.steps,
-        games=GAMES,
+        games=case.games,
         save_at=case.save_at,
         folder=folder,
     )
