@@ -2,8 +2,9 @@
 
     python scripts/resident.py [--rounds 3]
 
-Both train on 60,000 images of 28 x 28 in memory, in turn; the peak resident memory is the kernel's own (VmHWM). Beside
-it stands the proportional memory of all processes of a run (PSS), in which shared pages count once. Linux only.
+Both train on images of 28 x 28 in memory, in turn, and ours validates and tests besides; the peak resident memory is
+the kernel's own (VmHWM). Beside it stands the proportional memory of all processes of a run (PSS), in which shared
+pages count once. Linux only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 GOAL = 1.1  # a worker's peak over the bare loop's, at most
 MIB = 1024  # KiB, in which the kernel counts
-CASES = {"mnist_cnn": (64, 200), "resnet18": (32, 6)}  # batch size, steps
+CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
 
 Figures = dict[str, dict[str, Any]]
 
@@ -35,12 +36,18 @@ def measure(rounds: int) -> Figures:
     """
     found: Figures = {}
     for _ in range(rounds):
-        for model, (batch_size, steps) in CASES.items():
-            bare = [sys.executable, "scripts/opponents/bare_memory.py", model, str(batch_size), str(steps)]
+        for model, (batch_size, steps, samples) in CASES.items():
+            bare = [sys.executable, "scripts/opponents/bare_memory.py", model, *map(str, (batch_size, steps, samples))]
             other, other_total = watch(bare, workers=False)
             for devices in (1, 2):
                 with tempfile.TemporaryDirectory() as outputs:
-                    run = [sys.executable, "src/train.py", f"model={model}", "data=synthetic", "data.samples=60000"]
+                    run = [
+                        sys.executable,
+                        "src/train.py",
+                        f"model={model}",
+                        "data=synthetic",
+                        f"data.samples={samples}",
+                    ]
                     run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"outputs={outputs}"]
                     run += [] if devices == 1 else ["strategy=ddp", f"devices={devices}"]
                     ours, ours_total = watch(run, workers=True)

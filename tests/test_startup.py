@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, Program, wait_for, workers_of
+from PIL import Image
 
 from lockstep import interpreter
+from lockstep.data import image_folder
 
 # train.py, whose run is framed by `before` (in the command's process) and `after` (in its worker).
 COMMAND = """
@@ -135,6 +139,18 @@ def test_workers_share_the_data_in_memory(run_train: Program) -> None:
     for kept in workers:
         assert kept["Rss"] > data  # the control: this worker has the data
         assert kept["Private_Dirty"] < data / 2
+
+
+def test_image_folders_keep_no_pixel(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
+    for number, image in enumerate(pixels):
+        for split in ("train", "test"):
+            folder = tmp_path / split / str(number % 2)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{number}.png")
+    train = image_folder(str(tmp_path), image_size=64, channels=3).train
+    assert sum(int(image.sum()) for image, _ in (train[index] for index in range(len(train)))) == int(pixels.sum())
+    assert len(pickle.dumps(train)) < pixels.nbytes / 20
 
 
 def memory(pid: int) -> dict[str, int]:

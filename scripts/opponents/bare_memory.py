@@ -1,6 +1,6 @@
-"""A bare loop whose memory is measured: 60,000 grey images of 28 x 28 in memory as bytes, a batch made float at a time.
+"""A bare loop whose memory is measured: grey images of 28 x 28 in memory as bytes, a batch made float at a time.
 
-python scripts/opponents/bare_memory.py mnist_cnn 64 200
+python scripts/opponents/bare_memory.py mnist_cnn <batch size> <steps> <images>
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 
-def main(model: str, batch_size: int, steps: int) -> None:
-    images = torch.randint(256, (60_000, 1, 28, 28), dtype=torch.uint8)
-    labels = torch.arange(60_000) % 10
+def main(model: str, batch_size: int, steps: int, samples: int) -> None:
+    images = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(samples) % 10
     if model == "resnet18":
         net = torchvision.models.resnet18(num_classes=10)
         net.conv1, net.maxpool = nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.Identity()
@@ -35,4 +35,4 @@ def main(model: str, batch_size: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

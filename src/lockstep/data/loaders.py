@@ -107,10 +107,10 @@ def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:
     """The run of neighbouring chunks that a process evaluates; empty where there are fewer chunks than processes.
 
     Over all processes every sample is in one chunk. A chunk's size is the same on every layout with the same
-    `batch_size` and `pieces`, since kernels may round differently for batches of another size; 256 samples at least
-    where there are enough, because small ones only cost time.
+    `batch_size` and `pieces`, since kernels may round differently for batches of another size; 128 samples at least
+    where there are enough, because small ones only cost time; 256 took more memory than a step of 32 in training.
     """
-    size = min(-(-samples // layout.pieces), max(layout.batch_size // layout.pieces, 256))
+    size = min(-(-samples // layout.pieces), max(layout.batch_size // layout.pieces, 128))
     parts = chunks(samples, size)
     at = cuts(len(parts), layout.processes)
     return parts[at[process] : at[process + 1]]
