@@ -272,8 +272,7 @@ def run(config: Config, splits: Splits, folder: Path, seconds: float) -> float:
 
 def begin(config: Config, folder: Path) -> None:
     logs.configure(folder, 1)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
 
 
 class Clock(pl.Callback):

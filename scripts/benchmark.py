@@ -5,7 +5,7 @@
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
-part writes a JSON file (--json) with machine, versions and commit.
+part writes a JSON file (--json) with machine, versions and commit; performance.png beside that folder shows them all.
 Exit codes: 0 measured, 1 a part failed, 2 bad input.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks import epochs, limit, pieces, programs, scaling, steps
+from benchmarks import epochs, limit, picture, pieces, programs, scaling, steps
 from benchmarks.players import Row
 from rich import box
 from rich.console import Console
@@ -102,6 +102,7 @@ def main() -> int:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells that it starts and ends
     console = Console()
     if not console.is_terminal:
         console.width = 150
@@ -120,6 +121,7 @@ def main() -> int:
         options.json.mkdir(parents=True, exist_ok=True)
         found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows], **more}
         write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
+    picture.draw(options.json, options.json.parent / "performance.png")
     return int(failed)
 
 

@@ -159,8 +159,7 @@ def roundoff(precision: str) -> float:
 def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> dict[str, Any]:
     rank = int(os.environ.get("RANK", "0"))
     logs.configure(folder, rank)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank

@@ -126,6 +126,7 @@ def fit(
     pieces: int = 1,
     exact: bool = False,
     policy: str = "stop",
+    later: bool | None = None,
     **options: Any,
 ) -> Any:
     layout = resolve(
@@ -149,7 +150,7 @@ def fit(
     )
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
-        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, Watch(policy, 1), seed=3)
+        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, Watch(policy, 1, later), seed=3)
     trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
     return trainer, recorder.calls
 
@@ -300,6 +301,25 @@ class Broken(Net):
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
     with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite .* loss of the samples \d+, "):
         fit(tmp_path, Broken(), ours=True, pieces=2)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_it_may_be_known_a_step_later_but_not_after_the_last(tmp_path: Path, first: bool) -> None:
+    """As on a GPU: the host does not wait for the device at each step."""
+    module = Broken()
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite; loss of the samples \d+, "):
+        fit(tmp_path, module, ours=True, pieces=2, later=True, max_steps=2 if first else -1)
+    assert module.trainer.global_step == (1 if first else 2)
+
+
+def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path: Path) -> None:
+    class Saves(Broken):
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")
+
+    with pytest.raises(NonFinite, match="step 2"):
+        fit(tmp_path, Saves(), ours=True, later=True)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
 
 
 def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:

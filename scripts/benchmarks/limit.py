@@ -62,8 +62,7 @@ def _work(config: Any, splits: Any, folder: Path) -> tuple[dict[str, float], flo
     from lockstep.training import make_module, make_trainer
 
     logs.configure(folder, 0)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     profiler = profile(activities=[ProfilerActivity.CPU])
 
     class Watch(pl.Callback):

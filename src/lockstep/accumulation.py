@@ -53,8 +53,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float | None]:
     """The layout with the fewest pieces that fit, and the largest peak of a device in bytes, where it is known. Every
     worker of the layout calls it, and gets the same."""
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=0)
     data.process = dist.get_rank() if dist.is_initialized() else 0
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])

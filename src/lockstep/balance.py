@@ -39,8 +39,7 @@ def balanced(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     """Seconds of one piece on each device, in rank order. Every worker of the layout calls it."""
     layout: Layout = config.layout
-    fast.keep_freed_memory()
-    fast.set_threads(layout, config.threads)
+    fast.set_up(layout, config.threads, config.allocator)
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = DataModule(splits, layout, seed=config.seed, num_workers=0)
     data.process = rank

@@ -80,6 +80,7 @@ class Config:
     precision: str
     threads: int | None
     memory_format: str
+    allocator: str
     max_epochs: int
     max_steps: int | None
     val_every: int | None
@@ -133,6 +134,7 @@ CHECKS: dict[str, Check] = {
     "precision": choice(*PRECISIONS),
     "threads": whole(1, optional=True),
     "memory_format": choice("auto", "contiguous", "channels_last"),
+    "allocator": choice("auto", "system"),
     "max_epochs": whole(1),
     "max_steps": whole(1, optional=True),
     "val_every": whole(1, optional=True),
@@ -154,6 +156,7 @@ CHECKS: dict[str, Check] = {
 
 # evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
 ABSENT: dict[str, Any] = {
+    "allocator": "auto",
     "seed": 0,
     "model": {},
     "max_restarts": 0,

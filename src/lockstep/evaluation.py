@@ -60,8 +60,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     rank = int(os.environ.get("RANK", "0"))
     logs.configure(folder, rank)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank

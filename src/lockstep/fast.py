@@ -14,6 +14,21 @@ from lockstep.layout import Layout
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
+def set_up(layout: Layout, threads: int | None, allocator: str) -> None:
+    """The threads and the allocator of this worker, before it computes anything."""
+    if allocator != "system":
+        keep_freed_memory()
+    set_threads(layout, threads)
+
+
+def describe(module: nn.Module) -> str:
+    """What was chosen that matters: memory format, CPU threads."""
+    weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
+    last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
+    threads = torch.get_num_threads()
+    return "channels_last, " * last + f"{threads} thread{'s' * (threads > 1)}"
+
+
 def keep_freed_memory() -> bool:
     """Tells glibc to keep what is freed: otherwise every large activation is returned to the kernel and comes back as
     fresh, unmapped pages (15 to 35% of a CPU step). True where the allocator took it (glibc only)."""

@@ -152,6 +152,7 @@ class StepOptimization(_AutomaticOptimization):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         """Under exact, the grids: the next sums round to them."""
+        self.watch.settle()
         if not self.exact:
             return {}
         statistics = self.stats.exact.exponents if self.stats is not None and self.stats.exact is not None else []
@@ -234,6 +235,8 @@ class StepOptimization(_AutomaticOptimization):
         self.stats.finish(share)
         if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
             self.watch.look(trainer.lightning_module, trainer.optimizers[0], share, losses)
+            if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+                self.watch.settle()
         return ClosureResult(_mean(losses, strategy.root_device), extra=extra)
 
     def _turns(

@@ -19,14 +19,20 @@ class NonFinite(Exception):
 class Watch:
     """Looks at each step's gradient after all sums: every rank holds the same one, so all decide alike.
 
+    To skip a step, the host must know before the weights change. To stop, it may know a step later, so that nobody
+    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
+
     Args:
         policy: `stop` raises; `skip` leaves weights and optimizer as they are and goes on with the next step.
         processes: worker processes over all nodes.
+        later: whether to know a step later; None: under `stop`, on a GPU.
     """
 
-    def __init__(self, policy: str, processes: int) -> None:
+    def __init__(self, policy: str, processes: int, later: bool | None = None) -> None:
         self.policy = policy
         self.processes = processes
+        self.later = later
+        self._asked: tuple[Tensor, Any, Any, list[tuple[Tensor, int]]] | None = None
 
     def look(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, share: Any, losses: list[tuple[Tensor, int]]
@@ -34,9 +40,14 @@ class Watch:
         """To be called between a step's last sum and its optimizer step.
 
         Raises:
-            NonFinite: under `stop`.
+            NonFinite: under `stop`, for this step or the one before.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients and (gradients[0].is_cuda and self.policy == "stop" if self.later is None else self.later):
+            self.settle()
+            finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
+            self._asked = *_on_its_way(finite), share, losses
+            return
         if not gradients or bool(torch.stack([g.sum() for g in gradients]).isfinite().all()):
             return
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
@@ -50,6 +61,21 @@ class Watch:
         for parameter in module.parameters():
             parameter.grad = None
 
+    def settle(self) -> None:
+        """Waits for what is known later.
+
+        Raises:
+            NonFinite: the last step's gradient was not finite.
+        """
+        if self._asked is None:
+            return
+        (finite, event, share, losses), self._asked = self._asked, None
+        if event is not None:
+            event.synchronize()
+        if not bool(finite):
+            what = f"step {share.step + 1}: the gradient is not finite; {self._samples(share, losses)}"
+            raise NonFinite(f"{what}; nonfinite=skip would leave such steps out")
+
     def _samples(self, share: Any, losses: list[tuple[Tensor, int]]) -> str:
         turns = [turn for turn, (loss, _) in zip(share.turns, losses, strict=True) if not bool(loss.isfinite())]
         found = [int(sample) for turn in turns for sample in turn.ids]
@@ -60,3 +86,13 @@ class Watch:
         if not found:
             return "every loss was finite"
         return f"loss of the samples {', '.join(map(str, found[:8]))}{', ...' * (len(found) > 8)} of the training set"
+
+
+def _on_its_way(flag: Tensor) -> tuple[Tensor, Any]:
+    """A copy of a flag on the host, and the event after which it is there; None: it is."""
+    if not flag.is_cuda:
+        return flag, None
+    there = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(flag.device))
+    return there, event

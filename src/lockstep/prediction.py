@@ -79,8 +79,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
     rank = int(os.environ.get("RANK", "0"))
     logs.configure(folder, rank)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     predictor = Predictor(load_module(config, splits))
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank

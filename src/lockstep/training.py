@@ -137,8 +137,8 @@ def first_batch(config: Config, train: Any) -> Any:
     return Subset(train, plan.step(0, 0))  # type: ignore[arg-type]
 
 
-def describe(config: Config, splits: Splits, steps: int, folder: Path) -> str:
-    """The start-up line."""
+def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
+    """The start-up line, with what was `chosen` for speed."""
     plan = Plan(len(splits.train), config.batch_size, config.layout.pieces, config.seed)
     exact = ", exact" if config.exact else ""
     auto = config.accumulate_grad_batches == "auto"
@@ -149,9 +149,10 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path) -> str:
         else ""
     )
     shown = os.path.relpath(folder)
+    where = shown if not shown.startswith("..") else folder
     return (
         f"{config.layout.describe()}{found}{exact} | {plan.steps_per_epoch} steps per epoch, {steps} in all | "
-        f"lr {config.step_lr:g}{scaled} | {shown if not shown.startswith('..') else folder}"
+        f"lr {config.step_lr:g}{scaled} | {f'{chosen} | ' * bool(chosen)}{where}"
     )
 
 
@@ -161,8 +162,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = int(os.environ.get("RANK", "0"))
     config = as_launched(config)
     logs.configure(folder, rank)
-    fast.keep_freed_memory()
-    fast.set_threads(config.layout, config.threads)
+    fast.set_up(config.layout, config.threads, config.allocator)
     if config.debug.get("one_batch"):
         splits = replace(splits, train=first_batch(config, splits.train))
     module = make_module(config, splits)
@@ -180,7 +180,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder))
+        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
         for message in _resumption(config, splits, resumed):
             LOG.info(message)
     run = Run(config, splits, folder, trainer, module, started)

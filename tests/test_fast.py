@@ -1,0 +1,31 @@
+"""The fast path is chosen by itself, said in the start-up line, and each part of it has a key that switches it off."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import pytest
+
+STEPS = ["data=synthetic", "data.samples=2500", "data.val_fraction=0", "batch_size=1024", "max_steps=8", "threads=1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
+def test_freed_memory_is_kept_unless_told_otherwise(run_train: Any) -> None:
+    def faults(*overrides: str) -> int:
+        """Pages that the kernel had to give to a run's processes."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+        run_train(*STEPS, "callbacks=none", "logger=none", *overrides)
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before
+
+    one_step = faults("max_steps=1")
+    kept, given_back = faults() - one_step, faults("allocator=system") - one_step
+    assert kept < given_back / 4, (one_step, kept, given_back)
+
+
+def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Any) -> None:
+    chosen = run_train(*STEPS, "max_steps=1")
+    assert "| channels_last, 1 thread |" in chosen.stdout + chosen.stderr
+    plain = run_train(*STEPS, "max_steps=1", "memory_format=contiguous", "threads=2")
+    assert "| 2 threads |" in plain.stdout + plain.stderr
