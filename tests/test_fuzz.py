@@ -289,7 +289,7 @@ def test_command_lines() -> None:
             + rng.choice(values)
         )
         try:
-            check(composed(override))
+            check(composed(*cli.keyed([override])))
         except (*cli.BAD_INPUT, ValueError) as error:
             # `model=1` is a plain ValueError of Hydra's; the command line refuses it like the rest
             if not isinstance(error, cli.BAD_INPUT) and "Config group override" not in str(error):

@@ -72,7 +72,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     try:
-        sys.argv[1:] = grid.arguments(resume.overrides(sys.argv[1:], config_name))
+        sys.argv[1:] = grid.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
@@ -93,6 +93,14 @@ def command(job: Job, config_name: str) -> NoReturn:
             traceback.print_exception(error)
     print(f"error: {line(errors[0], config_name)}", file=sys.stderr)
     leave(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
+
+
+def keyed(arguments: list[str]) -> list[str]:
+    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion."""
+    for argument in arguments:
+        if re.match(r"[+~]*=", argument):
+            raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
+    return arguments
 
 
 def front_page(config_name: str) -> str:

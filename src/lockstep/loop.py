@@ -70,7 +70,11 @@ class StepLoop(_TrainingEpochLoop):
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
         """
         if self.restarting or not self.lean:
-            super().advance(data_fetcher)
+            lean, self.lean = self.lean, False
+            try:
+                super().advance(data_fetcher)
+            finally:
+                self.lean = lean
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
