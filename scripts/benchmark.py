@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ from benchmarks.players import Row
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from time_to_accuracy import CommandFailed
 
 from lockstep.checks import ROOT, unknown
 from lockstep.layout import Refusal
@@ -112,7 +114,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows, more = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
-            except RuntimeError as error:
+            except (RuntimeError, subprocess.SubprocessError, CommandFailed) as error:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue
