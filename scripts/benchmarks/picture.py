@@ -24,7 +24,12 @@ def draw(folder: Path, path: Path) -> bool:
         name: json.loads((folder / f"{name}.json").read_text()) for name in SHOWN if (folder / f"{name}.json").exists()
     }
     limits = json.loads((folder / "limit.json").read_text())["limits"] if (folder / "limit.json").exists() else []
-    rows = [row for report in found.values() for row in report["rows"] if row["goal"] is not None]
+    rows = [
+        row
+        for name, report in found.items()
+        for row in report["rows"]
+        if row["goal"] is not None and (name != "start" or row["spread"])  # the others there are seconds
+    ]
     if not (rows and limits):
         return False
     height = [0.3 * len(rows) + 1, 0.45 * len(limits) + 1.6]
