@@ -1,6 +1,6 @@
 """Every claim about speed, measured: ours against what one would run instead.
 
-    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, about 20 minutes on two cores
+    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, 26 minutes on two cores
     python scripts/benchmark.py step limit                           # some
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
