@@ -28,7 +28,7 @@ def measure(data_dir: str, threads: int, folder: Path) -> list[Row]:
         RuntimeError: the sides have not learnt the same.
     """
     epochs = "2"
-    base = ["--data-dir", data_dir, "--threads", str(threads), "--epochs", epochs]
+    base = ["--data-dir", data_dir, "--threads", str(threads), "--epochs", epochs, "--lr", str(LR)]
     examples = [str(OPPONENTS / "torch_examples.py"), *base]
     tutorial = [str(OPPONENTS / "lightning_tutorial.py"), *base]
     ours = [str(OPPONENTS / "lockstep_train.py"), "data=mnist", f"data_dir={data_dir}", "data.augment=null", f"lr={LR}"]

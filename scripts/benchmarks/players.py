@@ -27,12 +27,10 @@ class Outcome:
     Attributes:
         blocks: seconds of each block, its first steps left out.
         weights: the file of its parameters after `save_at` steps.
-        peak_mib: most resident memory.
     """
 
     weights: Path
     blocks: list[float] = field(default_factory=list)
-    peak_mib: float = 0.0
 
 
 class Player:
@@ -125,7 +123,6 @@ def play(
                     for player in team_now:
                         player.go()
                     told = [player.answer() for player in team_now]
-                    found[name].peak_mib = max(found[name].peak_mib, *(answer["peak_mib"] for answer in told))
                     if number:
                         found[name].blocks.append(max(sum(answer["seconds"][skip:]) for answer in told))
         finally:

@@ -6,9 +6,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import resident
-import startup
 import time_to_accuracy
+from benchmarks import resident, startup
 from benchmarks.players import Row, row
 
 AHEAD = {"mnist_fast": 20.0, "mnist_best": 7.0}  # goals: times as fast as the opponent

@@ -38,6 +38,9 @@ def resnet18(channels: int, size: int, classes: int) -> nn.Module:
     return net
 
 
+NETWORKS = {"mnist_cnn": mnist_cnn, "resnet18": resnet18}
+
+
 def main() -> None:
     """Trains until nobody gives it a turn any more, or the order of samples ends."""
     parser = argparse.ArgumentParser()
@@ -53,7 +56,7 @@ def main() -> None:
         assert libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     task: dict[str, Any] = torch.load(options.task)
     images, labels = task["images"], task["labels"]
-    net = globals()[task["model"]](images.shape[1], images.shape[2], task["classes"])
+    net = NETWORKS[task["model"]](images.shape[1], images.shape[2], task["classes"])
     for parameter, initial in zip(net.parameters(), task["weights"], strict=True):
         parameter.data.copy_(initial)
     if options.levers:

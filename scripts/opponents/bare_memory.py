@@ -8,22 +8,14 @@ from __future__ import annotations
 import sys
 
 import torch
-import torchvision
-from torch import nn
+from bare_loop import NETWORKS
 from torch.nn.functional import cross_entropy
 
 
 def main(model: str, batch_size: int, steps: int, samples: int) -> None:
     images = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
     labels = torch.arange(samples) % 10
-    if model == "resnet18":
-        net = torchvision.models.resnet18(num_classes=10)
-        net.conv1, net.maxpool = nn.Conv2d(1, 64, 3, padding=1, bias=False), nn.Identity()
-    else:
-        net = nn.Sequential(
-            nn.Conv2d(1, 20, 5), nn.ReLU(), nn.Conv2d(20, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(2000, 50), nn.ReLU(), nn.Linear(50, 10),
-        )  # fmt: skip
+    net = NETWORKS[model](1, 28, 10)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     order = torch.randperm(len(images))
     for step in range(steps):

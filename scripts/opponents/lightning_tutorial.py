@@ -6,7 +6,6 @@ bar, accuracy by torchmetrics, Trainer's defaults (TensorBoard, checkpoints, pro
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from typing import Any
 
@@ -14,9 +13,8 @@ import lightning as L
 import torch
 import torchmetrics
 from bare_loop import mnist_cnn
+from mnist import arguments, training_set
 from torch import nn
-from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 from turns import Turns
 
 
@@ -59,20 +57,8 @@ class Turn(L.Callback):
 
 def main() -> None:
     """Trains until nobody gives it a turn any more."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--batch-size", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    L.seed_everything(0)
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    train = datasets.MNIST(options.data_dir, train=True, transform=transform)
-    workers = {"num_workers": options.workers, "persistent_workers": options.workers > 0}
-    loader = DataLoader(train, batch_size=options.batch_size, shuffle=True, **workers)
+    options = arguments()
+    loader = training_set(options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(max_epochs=options.epochs, accelerator="cpu", default_root_dir=folder, callbacks=[Turn()])
         trainer.fit(LitMNIST(options.lr), loader)

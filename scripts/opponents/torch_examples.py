@@ -6,32 +6,17 @@ DataLoader, a loop with a line every 10 steps.
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from bare_loop import mnist_cnn
+from mnist import arguments, training_set
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 from turns import Turns
 
 
 def main() -> None:
     """Trains until nobody gives it a turn any more."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=0.03)
-    parser.add_argument("--batch-size", type=int, default=64)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    train = datasets.MNIST(options.data_dir, train=True, transform=transform)
-    workers = {"num_workers": options.workers, "persistent_workers": options.workers > 0}
-    loader = DataLoader(train, batch_size=options.batch_size, shuffle=True, **workers)
+    options = arguments()
+    loader = training_set(options)
     model = mnist_cnn(1, 28, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     turns = Turns()
@@ -44,7 +29,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             if number % 10 == 0:
-                print(f"Train Epoch: {epoch} [{number * len(data)}/{len(train)}] Loss: {loss.item():.6f}", flush=True)
+                print(f"Train Epoch: {epoch} [{number}/{len(loader)}] Loss: {loss.item():.6f}", flush=True)
             turns.step(model.parameters())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -45,8 +44,7 @@ class Turns:
 
             torch.save([parameter.detach().cpu() for parameter in parameters], self.path)
         if len(self.seconds) == self.steps:
-            kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self._tell({"seconds": self.seconds, "peak_mib": kib / 1024})
+            self._tell({"seconds": self.seconds})
             self.seconds = []
             self._wait()
         self.started = time.perf_counter()

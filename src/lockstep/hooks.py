@@ -38,11 +38,19 @@ class Hooks:
         callbacks, own = self._known[name]
         if not callbacks and own is None:
             return None
-        state = self.module.__dict__  # nn.Module's own __setattr__ takes 5 us; `self.log` reads whose turn it is
+
+        def call() -> Any:
+            for callback in callbacks:
+                callback(self.trainer, self.module, *args)
+            return None if own is None else own(*args)
+
+        return self.within(name, call)
+
+    def within(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
+        """`call(*args)`, during which `self.log` takes the hook `name` for the one that runs."""
+        state = self.module.__dict__  # nn.Module's own __setattr__ takes 5 us
         before, state["_current_fx_name"] = state["_current_fx_name"], name
-        for callback in callbacks:
-            callback(self.trainer, self.module, *args)
-        found = None if own is None else own(*args)
+        found = call(*args)
         state["_current_fx_name"] = before
         return found
 

@@ -202,10 +202,7 @@ class StepOptimization(_AutomaticOptimization):
     def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         if not self.trainer.fit_loop.epoch_loop.lean:  # type: ignore[attr-defined]
             return super()._training_step(kwargs)
-        state = self.trainer.lightning_module.__dict__
-        before, state["_current_fx_name"] = state["_current_fx_name"], "training_step"
-        output = self.trainer.strategy.training_step(*kwargs.values())
-        state["_current_fx_name"] = before
+        output = self.hooks.within("training_step", self.trainer.strategy.training_step, *kwargs.values())
         if isinstance(output, torch.Tensor):
             return ClosureResult(output)
         return ClosureResult.from_training_step_output(output)

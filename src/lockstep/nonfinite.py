@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LOG = logging.getLogger("lockstep")
+ADVICE = "nonfinite=skip would leave such steps out"
 
 
 class NonFinite(Exception):
@@ -43,20 +44,22 @@ class Watch:
             NonFinite: under `stop`, for this step or the one before.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if gradients and (gradients[0].is_cuda and self.policy == "stop" if self.later is None else self.later):
+        if not gradients:
+            return
+        if self.later or (self.later is None and self.policy == "stop" and gradients[0].is_cuda):
             self.settle()
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
             self._asked = *_on_its_way(finite), share, losses
             return
-        if not gradients or bool(torch.stack([g.sum() for g in gradients]).isfinite().all()):
+        if bool(torch.stack([g.sum() for g in gradients]).isfinite().all()):
             return
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if not names:  # only the sum overflowed
             return
         where = f"{names[0]}, ..." if len(names) > 1 else names[0]
-        message = f"step {share.step + 1}: the gradient is not finite ({where}); {self._samples(share, losses)}"
+        message = self._message(share, losses, f" ({where})")
         if self.policy == "stop":
-            raise NonFinite(f"{message}; nonfinite=skip would leave such steps out")
+            raise NonFinite(f"{message}; {ADVICE}")
         LOG.warning("%s; skipped", message)
         for parameter in module.parameters():
             parameter.grad = None
@@ -73,8 +76,10 @@ class Watch:
         if event is not None:
             event.synchronize()
         if not bool(finite):
-            what = f"step {share.step + 1}: the gradient is not finite; {self._samples(share, losses)}"
-            raise NonFinite(f"{what}; nonfinite=skip would leave such steps out")
+            raise NonFinite(f"{self._message(share, losses)}; {ADVICE}")
+
+    def _message(self, share: Any, losses: list[tuple[Tensor, int]], where: str = "") -> str:
+        return f"step {share.step + 1}: the gradient is not finite{where}; {self._samples(share, losses)}"
 
     def _samples(self, share: Any, losses: list[tuple[Tensor, int]]) -> str:
         turns = [turn for turn, (loss, _) in zip(share.turns, losses, strict=True) if not bool(loss.isfinite())]

@@ -1,7 +1,5 @@
 """What a worker keeps in memory, against a bare loop that does the same.
 
-    python scripts/resident.py [--rounds 3]
-
 Both train on images of 28 x 28 in memory, in turn, and ours validates and tests besides; the peak resident memory is
 the kernel's own (VmHWM). Beside it stands the proportional memory of all processes of a run (PSS), in which shared
 pages count once. Linux only.
@@ -9,7 +7,6 @@ pages count once. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.players import ROOT
+
 GOAL = 1.1  # a worker's peak over the bare loop's, at most
 MIB = 1024  # KiB, in which the kernel counts
 CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
@@ -83,20 +81,3 @@ def kept(pid: str, file: str, name: str) -> float:
     """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next((int(line.split()[1]) / MIB for line in lines if line.startswith(f"{name}:")), 0.0)
-
-
-def main() -> int:
-    """Prints a line for each case; 1 where one misses the goal."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    found = measure(parser.parse_args().rounds)
-    print(f"{'peak MiB of a worker':<22} ours   bare  ratio  all processes: ours   bare")
-    for name, case in found.items():
-        ours, other, ours_total, other_total = (median(case[key]) for key in list(case)[:4])
-        met = "goal met" if case["ratio"] <= GOAL else f"over the goal of {GOAL}"
-        print(f"{name:<20} {ours:6.0f} {other:6.0f} {case['ratio']:6.2f} {ours_total:20.0f} {other_total:6.0f}  {met}")
-    return int(any(case["ratio"] > GOAL for case in found.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
