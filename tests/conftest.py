@@ -76,8 +76,21 @@ def wait_for(what: Callable[[], T], process: subprocess.Popen[str], seconds: flo
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     """The process ids of a program's workers, oldest (rank zero) first; Linux only."""
-    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [pid for pid in map(int, listed) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    listed = of_process(process.pid, f"task/{process.pid}/children").split()
+    return [int(pid) for pid in listed if "train.py" in of_process(int(pid), "cmdline")]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits for its parent to notice; Linux only."""
+    return of_process(pid, "stat").rpartition(")")[2].strip()[:1] in ("", "Z", "X")
+
+
+def of_process(pid: int, file: str) -> str:
+    """A file of /proc about a process; empty when the process has ended, be it while it is read."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -108,9 +109,12 @@ def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
 
 def listening(pid: int) -> set[str]:
     """Addresses that a process accepts connections on."""
-    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
-    sockets = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
-    found = set()
+    sockets, found = set(), set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            kind, _, inode = os.readlink(link).partition(":")
+            if kind == "socket":
+                sockets.add(inode.strip("[]"))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()

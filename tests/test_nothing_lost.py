@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Program, Run, summary_of, wait_for, workers_of
+from conftest import ROOT, Program, Run, ended, summary_of, wait_for, workers_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
@@ -251,7 +251,7 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     run = run_train.finish(process, timeout=30)
     assert run.returncode == 130, str(run)
     assert time.monotonic() - start < 5
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert all(ended(pid) for pid in workers)
 
 
 # --- files that fail --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, summary_of, wait_for, workers_of
+from conftest import Program, Run, ended, summary_of, wait_for, workers_of
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -229,7 +229,7 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     assert run.stderr.endswith("error: rank 1 was killed by SIGKILL\n")
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert all(ended(pid) for pid in workers)
 
 
 def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
@@ -239,9 +239,8 @@ def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
     process.communicate()
     assert len(workers) == 2
     for pid in workers:
-        state = Path(f"/proc/{pid}/stat")
         for _ in range(100):
-            if not state.exists() or ") Z " in state.read_text():
+            if ended(pid):
                 break
             time.sleep(0.05)
         else:
