@@ -17,10 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 VARIABLE = "LOCKSTEP_BEATS"
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
-_beats: np.memmap | None = None
+_beats: NDArray[np.float64] | None = None
 
 
 def beat(step: int, turn: int = 0) -> None:
@@ -33,7 +34,8 @@ def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
     if path := os.environ.get(VARIABLE):
-        _beats = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, 4)[rank]
+        beats = np.asarray(np.memmap(path, dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
+        _beats = beats.reshape(-1, 4)[rank]
         beat(0)
 
 

@@ -36,15 +36,9 @@ class Hooks:
         if name not in self._known:
             self._known[name] = self._implemented(name)
         callbacks, own = self._known[name]
-        if not callbacks and own is None:
-            return None
-
-        def call() -> Any:
-            for callback in callbacks:
-                callback(self.trainer, self.module, *args)
-            return None if own is None else own(*args)
-
-        return self.within(name, call)
+        if callbacks:
+            self.within(name, _each, callbacks, self.trainer, self.module, *args)
+        return None if own is None else self.within(name, own, *args)
 
     def within(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`, during which `self.log` takes the hook `name` for the one that runs."""
@@ -59,6 +53,11 @@ class Hooks:
         found = [getattr(callback, name) for callback in callbacks if overrides(callback, name, pl.Callback)]
         own = getattr(self.module, name) if overrides(self.module, name, pl.LightningModule) else None
         return found, own
+
+
+def _each(callbacks: list[Callable[..., Any]], *args: Any) -> None:
+    for callback in callbacks:
+        callback(*args)
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

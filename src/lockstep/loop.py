@@ -177,7 +177,7 @@ class StepOptimization(_AutomaticOptimization):
             own = overrides(module, "configure_gradient_clipping", pl.LightningModule)
             self._clips = own or trainer.gradient_clip_val is not None
         kwargs = OrderedDict(batch=batch, batch_idx=number) if self._indexed else OrderedDict(batch=batch)
-        found: list[ClosureResult] = []
+        found: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
@@ -192,20 +192,24 @@ class StepOptimization(_AutomaticOptimization):
             if self._clips:
                 limit = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
                 module.configure_gradient_clipping(optimizer, *limit)
-            return found[-1].loss
+            return found[-1][0]
 
         progress.step.increment_ready()
         optimizer.step(closure)  # type: ignore[arg-type]  # torch only hands on what it returns
         progress.step.increment_completed()
-        return found[-1].asdict()
+        loss, extra = found[-1]
+        return {"loss": loss, **extra}
 
-    def _training_step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
-        if not self.trainer.fit_loop.epoch_loop.lean:  # type: ignore[attr-defined]
-            return super()._training_step(kwargs)
-        output = self.hooks.within("training_step", self.trainer.strategy.training_step, *kwargs.values())
-        if isinstance(output, torch.Tensor):
-            return ClosureResult(output)
-        return ClosureResult.from_training_step_output(output)
+    def _forward(self, kwargs: OrderedDict[str, Any]) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """The loss of a batch, with its graph, and what else `training_step` returned."""
+        if self.trainer.fit_loop.epoch_loop.lean:  # type: ignore[attr-defined]
+            output = self.hooks.within("training_step", self.trainer.strategy.training_step, *kwargs.values())
+            if isinstance(output, torch.Tensor):
+                return output, {}
+            result = ClosureResult.from_training_step_output(output)
+        else:
+            result = self._training_step(kwargs)
+        return result.closure_loss, result.extra
 
     def _backward(self, loss: torch.Tensor) -> None:
         strategy = self.trainer.strategy
@@ -218,9 +222,16 @@ class StepOptimization(_AutomaticOptimization):
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         zero_grad = self._make_zero_grad_fn(batch_idx, optimizer)
         backward = self._make_backward_fn(optimizer)
-        return Closure(step_fn=partial(self._step, kwargs, zero_grad, backward))
 
-    def _step(self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any) -> ClosureResult:
+        def step() -> ClosureResult:
+            loss, extra = self._step(kwargs, zero_grad, backward)
+            return ClosureResult(loss, extra=extra)
+
+        return Closure(step_fn=step)
+
+    def _step(
+        self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Gradients of the mean loss over the whole step's samples; the returned loss is this process's mean."""
         trainer, share = self.trainer, kwargs["batch"]
         strategy = trainer.strategy
@@ -238,7 +249,7 @@ class StepOptimization(_AutomaticOptimization):
             self.watch.look(trainer.lightning_module, trainer.optimizers[0], share, losses)
             if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
                 self.watch.settle()
-        return ClosureResult(_mean(losses, strategy.root_device), extra=extra)
+        return _mean(losses, strategy.root_device), extra
 
     def _turns(
         self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any, stats: RunningStats, share: Any
@@ -261,19 +272,18 @@ class StepOptimization(_AutomaticOptimization):
             stats.before(turn)
             seeds = [piece_seed(self.seed, share.step, piece) for piece in turn.pieces]
             with strategy.turn(turn, seeds), gradients.turn(number, share):  # type: ignore[attr-defined]
-                output = self._training_step(kwargs)
-                if output.closure_loss is None:
+                loss, extra = self._forward(kwargs)
+                if loss is None:
                     raise RuntimeError("training_step returned None; a piece of a step can't be left out")
                 if number == 0:
                     self._zero_once(zero_grad)
                 weight = gradients.weight(turn, share)
-                backward(output.closure_loss if weight == 1 else output.closure_loss * weight)
+                backward(loss if weight == 1 else loss * weight)
             if self.timed is not None and number < len(share.turns) - 1:  # the last one waits for other ranks
                 self._time(turn, time.perf_counter() - started)
             gradients.collect(turn)
             stats.after(turn)
-            losses.append((output.closure_loss.detach(), sum(turn.sizes)))
-            extra = output.extra
+            losses.append((loss.detach(), sum(turn.sizes)))
         kwargs["batch"] = share
         return losses, extra
 

