@@ -48,7 +48,7 @@ def mnist_cnn(**changes: Any) -> Any:
 
 
 def fast_cnn(**changes: Any) -> Any:
-    return FastCNN(**task(**{"image_size": 15, **changes}))
+    return FastCNN(**task(**{"image_size": 19, **changes}))
 
 
 def resnet18(**changes: Any) -> Any:
@@ -73,11 +73,11 @@ def test_mnist_cnn_derives_its_sizes(channels: int, image_size: int, num_classes
         assert model.net.hidden.in_features == 2000
 
 
-@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 15, 2), (4, 33, 1)])
+@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 1)])
 def test_fast_cnn_derives_its_sizes(channels: int, image_size: int, num_classes: int) -> None:
     model = fast_cnn(channels=channels, image_size=image_size, num_classes=num_classes, width=[2, 3, 4, 5])
     assert model(torch.zeros(3, channels, image_size, image_size)).shape == (3, num_classes)
-    assert model.net.logits.in_features == 5 * (image_size // 16 or 1) ** 2
+    assert model.net.logits.in_features == 5 * ((image_size - 3) // 16 or 1) ** 2
     tail = torch.randn(1, channels, image_size, image_size)
     assert model.train()(tail).shape == (1, num_classes), "a tail of one sample must train too"
 
@@ -140,7 +140,7 @@ def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> Non
         (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
         (mnist_cnn, {"dropout": 1.0}, "dropout=1.0"),
         (mnist_cnn, {"label_smoothing": -0.1}, "label_smoothing=-0.1"),
-        (fast_cnn, {"image_size": 14}, "at least 15 x 15"),
+        (fast_cnn, {"image_size": 18}, "at least 19 x 19"),
         (fast_cnn, {"width": [8, 8, 8]}, r"width=\[8, 8, 8\]: four"),
         (fast_cnn, {"width": [8, 8, 8, 0]}, "at least 1"),
         (resnet18, {"stem": "tiny"}, "auto, small, imagenet"),
