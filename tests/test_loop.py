@@ -178,7 +178,7 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dic
     assert trainer.fit_loop.epoch_loop.lean
     assert calls == expected
     assert "on_before_optimizer_step 0" in calls
-    assert trainer.logger.lines == plain.logger.lines
+    assert trainer.logger.lines == [counted(line) for line in plain.logger.lines]
     assert torch.equal(weights(ours), weights(theirs))
     assert trainer.global_step == plain.global_step
     assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
@@ -187,6 +187,12 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dic
     states = [t.fit_loop.state_dict() for t in (trainer, plain)]
     states[0]["epoch_loop.automatic_optimization.state_dict"] = {}  # ours alone has one
     assert states[0] == states[1]
+
+
+def counted(line: str) -> str:
+    """What Lightning logs of a validation, at the step that it comes after: Lightning counts that step later."""
+    step, said = line.split(" ", 1)
+    return f"{int(step) + 1} {said}" if "val/" in said else line
 
 
 class ByEpoch(Net):

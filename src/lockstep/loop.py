@@ -59,6 +59,7 @@ class StepLoop(_TrainingEpochLoop):
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
+        self._batches_that_stepped = self.global_step
         self.lean = lean(self.trainer)
         self._validates = super()._should_check_val_epoch()
         self.hooks = self.automatic_optimization.hooks = Hooks(self.trainer)
@@ -104,6 +105,13 @@ class StepLoop(_TrainingEpochLoop):
         progress.increment_completed()
         if logs:
             trainer._logger_connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Lightning counts a step after its validation, and so shows that one step early: where a run was killed in
+        between and resumed, the lost validation would stay beside the new one."""
+        self._batches_that_stepped = self.global_step
+        super().on_advance_end(data_fetcher)
+        self._batches_that_stepped = self.global_step
 
     @property
     def global_step(self) -> int:
