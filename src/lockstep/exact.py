@@ -24,7 +24,8 @@ from torch import Tensor
 BITS = 51  # |x| < 2**51 * q keeps the constant's exponent
 HEAD = 6  # bits of growth between two sums
 LOWEST = -900  # exponent: far below float32's least, and its grid is still a normal float64
-CHUNK = 16_384  # elements: a float64 chunk stays in the second-level cache
+SMALL = 16_384  # elements: smaller neighbours share a grid
+CHUNK = 65_536  # elements: a float64 chunk stays in the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
@@ -144,7 +145,9 @@ class ExactSum:
             values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
             for start in range(0, len(values), CHUNK):
                 part = values[start : start + CHUNK]
-                rounded = np.add(part, constant, out=scratch[: len(part)], dtype=np.float64)
+                rounded = scratch[: len(part)]
+                np.copyto(rounded, part)  # by itself: np.add converts in smaller parts
+                rounded += constant
                 sums[start : start + len(part)] += rounded.view(np.int64)
         else:
             units[: len(flat)] += flat.double().add_(constant).view(torch.int64)
@@ -229,7 +232,7 @@ def _group(like: Sequence[Tensor]) -> list[list[int]]:
             room -= size
         else:
             groups.append([index])
-            room = CHUNK - size
+            room = SMALL - size
     return groups
 
 
