@@ -41,6 +41,12 @@ def scratch_folder() -> Iterator[str]:
             _remove_left(place)
 
 
+def outside() -> str:
+    """The folder for temporary files that should outlive the run: where the scratch folder lies."""
+    place = tempfile.gettempdir()
+    return os.path.dirname(place) if os.path.basename(place).startswith(PREFIX) else place
+
+
 def can_write() -> bool:
     """Whether a message of some length could be left in a temporary file."""
     try:
