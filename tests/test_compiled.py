@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, and all that is needed to compile for them."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: name)
+    monkeypatch.setenv("CC", sys.executable)
 
 
 class Parts(pl.LightningModule):
@@ -153,6 +157,16 @@ def test_what_does_not_work_on_a_gpu(overrides: str, said: str) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
+def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "ccache-without no-such-compiler")
+    with pytest.raises(Refusal, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
+        check(parsed("compile=true"))
+    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: None)
+    with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
+        check(parsed("compile=true"))
+
+
+@pytest.mark.usefixtures("gpus")
 def test_a_mode_is_torchs_own() -> None:
     from torch._inductor import list_mode_options
 
@@ -166,6 +180,7 @@ def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Refusal, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
         check(parsed("compile=true accelerator=cpu"))
+    monkeypatch.setenv("CXX", f"{sys.executable} -I")
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
     with pytest.raises(Refusal, match=r"compile=true needs Python's headers"):
         check(parsed("compile=true accelerator=cpu"))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +71,17 @@ def must_work(values: Mapping[str, Any]) -> None:
 
 def _lacking(accelerator: str) -> str | None:
     """What this machine lacks to compile: otherwise torch would tell in the first step, on a page."""
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        return f"Python's headers, {sysconfig.get_path('include')}/Python.h (the package python3-dev, say)"
-    if accelerator == "gpu":  # as triton looks for it
-        named = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        if not any(map(shutil.which, named)):
-            return f"a C compiler, and there is no {' or '.join(named)} on the PATH; CC names another"
-        return None
-    name = os.environ.get("CXX") or {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
-    return None if shutil.which(name) else f"a C++ compiler, and there is no {name} on the PATH; CXX names another"
+    if accelerator == "gpu":
+        if find_spec("triton") is None:
+            return "triton, which is not installed: pip install triton"
+        kind, key, usual = "C", "CC", ["gcc", "clang"]  # as triton looks for it
+    else:
+        kind, key, usual = "C++", "CXX", [{"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")]
+    named = shlex.split(os.environ.get(key, ""))[:1] or usual
+    if not any(map(shutil.which, named)):
+        return f"a {kind} compiler, and there is no {' or '.join(named)} on the PATH; {key} names another"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.is_file() else f"Python's headers, {headers} (the package python3-dev, say)"
 
 
 def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from lockstep.data.share import Share, Turn
 from lockstep.family import die_with
 from lockstep.layout import Layout
 from lockstep.plan import Plan
+
+LOG = logging.getLogger("lockstep")
 
 
 class DataModule(pl.LightningDataModule):
@@ -68,6 +71,8 @@ class DataModule(pl.LightningDataModule):
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             self.put(device, free if self.budget is None else min(free, self.budget))
+            if self._placed is not self.splits and self.process == 0:
+                LOG.info("sets in memory lie on the GPU")
 
     def put(self, device: torch.device, free: float) -> None:
         """Puts what `resident` says on `device`, which has `free` bytes; loaders that are made later fetch there."""
