@@ -18,7 +18,7 @@ from test_loop import Net, fit
 from torch import nn
 
 from lockstep import config
-from lockstep.compiled import compile_networks, is_compiled, networks
+from lockstep.compiled import MODES, compile_networks, is_compiled, networks
 from lockstep.config import check
 from lockstep.layout import Refusal
 from lockstep.scratch import outside, scratch_folder
@@ -73,6 +73,14 @@ def test_networks_are_what_is_called_and_has_weights() -> None:
     assert list(networks(parts)) == [parts.stem, parts.blocks[0], parts.blocks[2]["head"]]
     with pytest.raises(Refusal, match=r"LightningModule has no layer with parameters.*compile=false"):
         compile_networks(pl.LightningModule(), "default", exact=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_takes_every_mode(mode: str) -> None:
+    for exact in (False, True):
+        net = Net()
+        compile_networks(net, mode, exact)  # it checks the options now, and compiles at the first call
+        assert is_compiled(net)
 
 
 @compiles
