@@ -142,8 +142,11 @@ def test_kernels_are_not_kept_where_a_run_leaves_nothing() -> None:
     place = tempfile.gettempdir()
     with scratch_folder() as scratch:
         assert tempfile.gettempdir() == scratch != place
-        assert outside() == place
-    assert outside() == place
+        with outside():
+            assert tempfile.gettempdir() == place
+        assert tempfile.gettempdir() == scratch
+    with outside():
+        assert tempfile.gettempdir() == place
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

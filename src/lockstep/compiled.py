@@ -98,11 +98,12 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
     if not found:
         raise Refusal(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
-    import torch._dynamo
-    import torch._inductor
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    with outside():  # else kernels, and headers that take 10 s to prepare, would go where the run's own files go
+        import torch._dynamo
+        import torch._inductor.codecache
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(outside(), Path(default_cache_dir()).name)))
+        cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)
     options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
     for network in found:

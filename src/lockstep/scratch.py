@@ -41,10 +41,15 @@ def scratch_folder() -> Iterator[str]:
             _remove_left(place)
 
 
-def outside() -> str:
-    """The folder for temporary files that should outlive the run: where the scratch folder lies."""
-    place = tempfile.gettempdir()
-    return os.path.dirname(place) if os.path.basename(place).startswith(PREFIX) else place
+@contextmanager
+def outside() -> Iterator[None]:
+    """While it lasts, temporary files go where the scratch folder lies: for what should outlive the run."""
+    before, place = tempfile.tempdir, tempfile.gettempdir()
+    tempfile.tempdir = os.path.dirname(place) if os.path.basename(place).startswith(PREFIX) else place
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def can_write() -> bool:
