@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, 26 minutes on two cores
     python scripts/benchmark.py step limit                           # some
+    python scripts/benchmark.py gpu                                  # left out above where there is no GPU
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
@@ -26,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from benchmarks import epochs, limit, picture, pieces, programs, scaling, steps
+from benchmarks import epochs, gpu, limit, picture, pieces, programs, scaling, steps
 from benchmarks.players import Row
 from rich import box
 from rich.console import Console
@@ -34,6 +35,7 @@ from rich.table import Table
 from time_to_accuracy import CommandFailed
 
 from lockstep.checks import ROOT, unknown
+from lockstep.config import gpu_count
 from lockstep.layout import Refusal
 from lockstep.summary import git_info, versions, write_summary
 
@@ -73,6 +75,11 @@ def distance(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
     return rows, {"limits": [asdict(one) for one in found]}
 
 
+def on_gpu(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
+    rows = [line for case in gpu.GPU_CASES for line in gpu.measure(case, folder)]
+    return rows + [gpu.synchronisations(case, folder) for case in gpu.GPU_CASES], {}
+
+
 PARTS: dict[str, Part] = {
     "step": step,
     "epoch": epoch,
@@ -82,6 +89,7 @@ PARTS: dict[str, Part] = {
     "accuracy": programs.accuracy,
     "memory": programs.memory,
     "limit": distance,
+    "gpu": on_gpu,
 }
 NEED_MNIST = {"epoch", "accuracy"}
 
@@ -97,7 +105,9 @@ def main() -> int:
         for part in options.parts:
             if part not in PARTS:
                 raise Refusal(f"{part}: {unknown(part, PARTS)}")
-        chosen = options.parts or list(PARTS)
+        if "gpu" in options.parts and not gpu_count():
+            raise Refusal("gpu: this machine has no GPU that torch can use")
+        chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
         raw = Path(options.data_dir, "MNIST", "raw")
         if NEED_MNIST & set(chosen) and not (raw / "train-images-idx3-ubyte").is_file():
             raise Refusal(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")

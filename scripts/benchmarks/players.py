@@ -37,14 +37,14 @@ class Player:
     """A program in a process of its own, which makes steps when it is told to."""
 
     def __init__(
-        self, name: str, command: Sequence[str], steps: int, weights: Path, save_at: int, threads: int
+        self, name: str, command: Sequence[str], steps: int, skip: int, weights: Path, save_at: int, threads: int
     ) -> None:
         ours, theirs = os.pipe(), os.pipe()
         self.name = name
         self.go_fd, self.answers = theirs[1], os.fdopen(ours[0])
         environment = {
             **os.environ,
-            "TURNS": f"{theirs[0]},{ours[1]},{steps}",
+            "TURNS": f"{theirs[0]},{ours[1]},{steps},{skip}",
             "WEIGHTS": f"{save_at},{weights}",
             "OMP_NUM_THREADS": str(threads),
         }
@@ -114,7 +114,7 @@ def play(
         try:
             for name, team in commands.items():
                 outcome = found[name]
-                players += [Player(name, command, steps, outcome.weights, save_at, threads) for command in team]
+                players += [Player(name, command, steps, skip, outcome.weights, save_at, threads) for command in team]
             for player in players:
                 player.answer()
             for number in range(rounds + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def measure(name: str, folder: Path) -> list[Row]:
     ]
 
 
-def make_task(case: Case, steps: int, folder: Path) -> tuple[Path, list[str]]:
-    """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments."""
+def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments, with `more`."""
     import torch
 
     from lockstep.config import check
@@ -98,8 +99,8 @@ def make_task(case: Case, steps: int, folder: Path) -> tuple[Path, list[str]]:
         f"lr={LR}",
         "scheduler=constant",
         "threads=1",
+        *more,
     ]
-    arguments += ["threads=1"]
     arguments += [f"data.{key}={value}" for key, value in case.data.items()]
     arguments += [f"max_epochs={1 + steps * case.batch // int(0.9 * case.data['samples'])}", f"outputs={folder}/runs"]
     config = check(compose(*arguments))

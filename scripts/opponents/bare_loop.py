@@ -1,10 +1,11 @@
 """The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
 
-    python scripts/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16]
+    python scripts/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16] [--device cuda]
 
 As fast as its kind can be: no metrics, no logger, no validation, one line every 50 steps. `--levers` gives it all that
-Lockstep's default path uses: freed memory is kept (mallopt), channels_last. The task is a file that benchmark.py wrote:
-images, labels, order of samples, initial weights.
+Lockstep's default path uses: freed memory is kept (mallopt), channels_last. On a GPU they are channels_last, images,
+labels and order on the device, a fused optimizer and cuDNN's choice by timing. The task is a file that benchmark.py
+wrote: images, labels, order of samples, initial weights.
 """
 
 from __future__ import annotations
@@ -48,15 +49,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--levers", action="store_true")
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", help="a mode of torch.compile")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.levers:
         libc = ctypes.CDLL("libc.so.6")
         assert libc.mallopt(-4, 0)  # M_MMAP_MAX
         assert libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    device, resident = torch.device(options.device), options.levers and options.device != "cpu"
     task: dict[str, Any] = torch.load(options.task)
-    images, labels = task["images"], task["labels"]
-    net = NETWORKS[task["model"]](images.shape[1], images.shape[2], task["classes"])
+    images, labels, order = task["images"], task["labels"], task["order"]
+    if resident:
+        images, labels, order = images.to(device), labels.to(device), [index.to(device) for index in order]
+        torch.backends.cudnn.benchmark = True
+    net = NETWORKS[task["model"]](images.shape[1], images.shape[2], task["classes"]).to(device)
     for parameter, initial in zip(net.parameters(), task["weights"], strict=True):
         parameter.data.copy_(initial)
     if options.levers:
@@ -64,12 +71,14 @@ def main() -> None:
     decays = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups: list[dict[str, Any]] = [{"params": decays, "weight_decay": 5e-4}, {"params": others}]
-    optimizer = torch.optim.SGD(groups, lr=task["lr"], momentum=0.9, nesterov=True)
-    autocast = nullcontext() if options.precision == "32" else torch.autocast("cpu", torch.bfloat16)
+    optimizer = torch.optim.SGD(groups, lr=task["lr"], momentum=0.9, nesterov=True, fused=resident or None)
+    autocast = nullcontext() if options.precision == "32" else torch.autocast(device.type, torch.bfloat16)
+    if options.compile:
+        net.compile(mode=options.compile, dynamic=False)
     turns = Turns()
     turns.begin()
-    for step, index in enumerate(task["order"]):
-        x, y = images[index], labels[index]
+    for step, index in enumerate(order):
+        x, y = images[index].to(device), labels[index].to(device)
         optimizer.zero_grad()
         with autocast:
             loss = cross_entropy(net(x), y)

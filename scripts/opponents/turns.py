@@ -1,14 +1,16 @@
 """How programs that are compared take turns: one machine, one minute, one block of steps at a time.
 
 A player is any training program that calls `begin()` before its loop and `step(parameters)` after each optimizer step.
-It reads TURNS, `<read fd>,<write fd>,<steps of a block>`: a byte allows it a block, and it answers with the seconds of
-that block's steps as a line of JSON. Between its turns it sleeps. Without TURNS both calls do nothing.
+It reads TURNS, `<read fd>,<write fd>,<steps of a block>,<first that don't count>`: a byte allows it a block, and it
+answers with the seconds of that block's steps as a line of JSON. Between its turns it sleeps. Without TURNS both calls
+do nothing. A GPU is waited for where the counted steps begin and where they end.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +23,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.read, self.write, self.steps = map(int, os.environ.get("TURNS", "-1,-1,0").split(","))
+        self.read, self.write, self.steps, self.skip = map(int, os.environ.get("TURNS", "-1,-1,0,0").split(","))
         at, _, self.path = os.environ.get("WEIGHTS", "0,").partition(",")
         self.save_at, self.made = int(at), 0
         self.seconds: list[float] = []
@@ -37,6 +39,8 @@ class Turns:
         """A step has been made; at the block's end the others have their turn."""
         if not self.steps:
             return
+        if len(self.seconds) + 1 in (self.skip, self.steps):
+            wait_for_gpu()
         self.seconds.append(time.perf_counter() - self.started)
         self.made += 1
         if self.made == self.save_at:
@@ -56,3 +60,10 @@ class Turns:
         if not os.read(self.read, 1):
             os._exit(0)  # the game is over
         self.started = time.perf_counter()
+
+
+def wait_for_gpu() -> None:
+    """Until all that this process has asked of a GPU is done; nothing where it uses none."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

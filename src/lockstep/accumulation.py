@@ -15,11 +15,11 @@ import torch.distributed as dist
 from lockstep import checkpoint_io, fast, logs
 from lockstep.callbacks.found_pieces import kept
 from lockstep.config import Config
-from lockstep.data import DataModule, Splits
+from lockstep.data import Splits
 from lockstep.launch import launch
 from lockstep.layout import Layout
 from lockstep.memory import MIB
-from lockstep.training import make_module, make_trainer
+from lockstep.training import make_data, make_module, make_trainer
 
 STEPS = 3  # the first one has no optimizer state yet
 
@@ -54,8 +54,7 @@ def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float
     """The layout with the fewest pieces that fit, and the largest peak of a device in bytes, where it is known. Every
     worker of the layout calls it, and gets the same."""
     fast.set_up(config.layout, config.threads, config.allocator)
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=0)
-    data.process = dist.get_rank() if dist.is_initialized() else 0
+    data = make_data(replace(config, num_workers=0), splits, dist.get_rank() if dist.is_initialized() else 0)
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
     trainer.limit_val_batches = 0
     memory: Any = trainer.fit_loop.epoch_loop.automatic_optimization.memory  # type: ignore[attr-defined]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from lockstep import fast, logs
 from lockstep.config import Config
-from lockstep.data import DataModule, Splits
+from lockstep.data import Splits
 from lockstep.launch import launch
 from lockstep.layout import Layout, split
-from lockstep.training import make_module, make_trainer
+from lockstep.training import make_data, make_module, make_trainer
 
 STEPS = 6  # the first two warm up
 
@@ -41,8 +41,7 @@ def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     layout: Layout = config.layout
     fast.set_up(layout, config.threads, config.allocator)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    data = DataModule(splits, layout, seed=config.seed, num_workers=0)
-    data.process = rank
+    data = make_data(replace(config, num_workers=0), splits, rank)
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
     trainer.limit_val_batches = 0
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization

@@ -72,6 +72,17 @@ def flag(key: str, value: Any) -> bool:
     return value
 
 
+def flag_or(*names: str) -> Check:
+    """True, false, or one of `names`."""
+
+    def check(key: str, value: Any) -> bool | str:
+        if not isinstance(value, bool) and value not in names:
+            raise Refusal(f"{key}={show(value)}: must be true, false or {' or '.join(names)}")
+        return value
+
+    return check
+
+
 def text(key: str, value: Any) -> str | None:
     """A text, or null."""
     if value is not None and not isinstance(value, str | int | float):

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lockstep import compiled
 from lockstep import layout as layouts
 from lockstep.checks import (
     Check,
     accumulation,
     choice,
     flag,
+    flag_or,
     node,
     optional_node,
     real,
@@ -81,6 +83,8 @@ class Config:
     threads: int | None
     memory_format: str
     allocator: str
+    compile: str | None
+    resident: bool | str
     max_epochs: int
     max_steps: int | None
     val_every: int | None
@@ -135,6 +139,8 @@ CHECKS: dict[str, Check] = {
     "threads": whole(1, optional=True),
     "memory_format": choice("auto", "contiguous", "channels_last"),
     "allocator": choice("auto", "system"),
+    "compile": compiled.mode,
+    "resident": flag_or("auto"),
     "max_epochs": whole(1),
     "max_steps": whole(1, optional=True),
     "val_every": whole(1, optional=True),
@@ -157,6 +163,8 @@ CHECKS: dict[str, Check] = {
 # evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
 ABSENT: dict[str, Any] = {
     "allocator": "auto",
+    "compile": False,
+    "resident": "auto",
     "seed": 0,
     "model": {},
     "max_restarts": 0,
@@ -204,6 +212,9 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     values = {key: CHECKS[key](key, raw.get(key, ABSENT.get(key))) for key in known}
     values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
     values["strategy"] = _strategy(values)
+    compiled.must_work(values)
+    if values["resident"] is True and values["accelerator"] == "cpu":
+        raise Refusal("resident=true: there is no GPU for the data to lie on; resident=auto")
     if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
         raise Refusal(f"exact=true holds for precision=64-true, 32-true and bf16-mixed, not {values['precision']}")
     for group in ("model", "data"):

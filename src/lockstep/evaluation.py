@@ -12,8 +12,8 @@ from lockstep import checkpoint_io, fast, logs
 from lockstep.callbacks import StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
-from lockstep.data import DataModule, Splits
-from lockstep.training import Run, make_callbacks, make_module, make_trainer
+from lockstep.data import Splits
+from lockstep.training import Run, make_callbacks, make_data, make_module, make_trainer
 
 
 def find_checkpoint(path: str) -> Path:
@@ -62,8 +62,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
-    data.process = rank
+    data = make_data(config, splits, rank)
     trainer = make_trainer(config, folder, [StandIn(), *make_callbacks(config, splits, folder)])
     run = Run(config, splits, folder, trainer, module, started)
     trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)

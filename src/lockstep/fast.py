@@ -9,6 +9,7 @@ import sys
 import torch
 from torch import nn
 
+from lockstep.compiled import is_compiled
 from lockstep.layout import Layout
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -22,11 +23,12 @@ def set_up(layout: Layout, threads: int | None, allocator: str) -> None:
 
 
 def describe(module: nn.Module) -> str:
-    """What was chosen that matters: memory format, CPU threads."""
+    """What was chosen that matters: memory format, compilation, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
     threads = torch.get_num_threads()
-    return "channels_last, " * last + f"{threads} thread{'s' * (threads > 1)}"
+    compiled = "compiled, " * is_compiled(module)
+    return "channels_last, " * last + compiled + f"{threads} thread{'s' * (threads > 1)}"
 
 
 def keep_freed_memory() -> bool:

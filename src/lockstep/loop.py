@@ -157,6 +157,7 @@ class StepOptimization(_AutomaticOptimization):
         self.stats: RunningStats | None = None
         self.resumed: dict[str, Any] = {}
         self.timed: dict[int, list[float]] | None = None  # seconds of each device's turns, where somebody asks
+        self.graphs = False  # whether networks run as CUDA graphs, whose tensors the next run overwrites
         self.hooks: Hooks
         self._indexed: bool | None = None  # whether `training_step` takes the batch's number
         self._clips = False
@@ -273,6 +274,8 @@ class StepOptimization(_AutomaticOptimization):
             self._zero_once(zero_grad)
         for number, turn in enumerate(share.turns):
             beat(share.step, number)
+            if self.graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             started = time.perf_counter()
             batch = trainer.datamodule.finish(turn)  # type: ignore[attr-defined]
             kwargs["batch"] = batch
@@ -291,7 +294,12 @@ class StepOptimization(_AutomaticOptimization):
                 self._time(turn, time.perf_counter() - started)
             gradients.collect(turn)
             stats.after(turn)
-            losses.append((loss.detach(), sum(turn.sizes)))
+            kept = loss.detach()
+            if self.graphs:
+                kept = kept.clone()
+                if number == 0 and len(share.turns) > 1:
+                    _own_gradients(trainer.lightning_module)
+            losses.append((kept, sum(turn.sizes)))
         kwargs["batch"] = share
         return losses, extra
 
@@ -312,6 +320,13 @@ class StepOptimization(_AutomaticOptimization):
 
 def _nothing() -> None:
     """In place of what Lightning would do."""
+
+
+def _own_gradients(module: torch.nn.Module) -> None:
+    """Gradients that later turns may add to: a graph's backward pass hands out its own memory as `grad`."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
 
 
 def _mean(losses: list[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:

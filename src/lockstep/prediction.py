@@ -18,11 +18,11 @@ from torch import Tensor
 from lockstep import checkpoint_io, fast, logs
 from lockstep.atomic import replacing
 from lockstep.config import Config
-from lockstep.data import DataModule, ImageFiles, Spec, Splits, open_data
+from lockstep.data import ImageFiles, Spec, Splits, open_data
 from lockstep.evaluation import config_of, record_of
 from lockstep.layout import Refusal
 from lockstep.summary import write_summary
-from lockstep.training import make_module, make_trainer, summarise
+from lockstep.training import make_data, make_module, make_trainer, summarise
 
 LOG = logging.getLogger("lockstep")
 NAMED = 5  # broken images that the console names
@@ -81,8 +81,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     predictor = Predictor(load_module(config, splits))
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
-    data.process = rank
+    data = make_data(config, splits, rank)
     trainer = make_trainer(replace(config, logger={}), folder, [])
     trainer.test(predictor, datamodule=data, verbose=False)
     parts: list[Any] = [predictor.found]

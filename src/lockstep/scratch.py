@@ -41,6 +41,17 @@ def scratch_folder() -> Iterator[str]:
             _remove_left(place)
 
 
+@contextmanager
+def outside() -> Iterator[None]:
+    """While it lasts, temporary files go where the scratch folder lies: for what should outlive the run."""
+    before, place = tempfile.tempdir, tempfile.gettempdir()
+    tempfile.tempdir = os.path.dirname(place) if os.path.basename(place).startswith(PREFIX) else place
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
 def can_write() -> bool:
     """Whether a message of some length could be left in a temporary file."""
     try:

@@ -19,6 +19,7 @@ from lockstep.callbacks import Agreement, Checkpoint, FoundPieces, Heartbeat, Pr
 from lockstep.callbacks.found_pieces import kept
 from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import ExactGradientSum, GradientSum
@@ -75,6 +76,14 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
     fast.memory_format(module, config.memory_format)
     return module
+
+
+def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
+    """The DataModule of one worker."""
+    budget = None if config.memory_budget is None else config.memory_budget * MIB
+    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, budget)
+    data.process = rank
+    return data
 
 
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
@@ -169,8 +178,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     checkpoint = _checkpoint_to_resume(config, folder)
     resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
     config = replace(config, layout=kept(config, resumed) or config.layout)
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
-    data.process = rank
+    data = make_data(config, splits, rank)
     callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder)]
     callbacks += [*pruning(), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
@@ -178,6 +186,10 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config.optimizer)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
+    if config.compile:
+        compile_networks(module, config.compile, config.exact)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.automatic_optimization.graphs = config.compile in GRAPHS
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))

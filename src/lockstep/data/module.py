@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,10 +18,13 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.datasets import Splits
 from lockstep.data.loaders import ChunkDataset, Loader, StepDataset, StepSampler, own_chunks, streams
+from lockstep.data.resident import Resident, base, place
 from lockstep.data.share import Share, Turn
 from lockstep.family import die_with
 from lockstep.layout import Layout
 from lockstep.plan import Plan
+
+LOG = logging.getLogger("lockstep")
 
 
 class DataModule(pl.LightningDataModule):
@@ -32,26 +36,55 @@ class DataModule(pl.LightningDataModule):
         seed: the run's seed; order and augmentation follow from it.
         num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
             over its processes, 1 to 8.
+        resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.data.resident`.
+        budget: bytes that this process may use of the GPU; None: what is free.
 
     Attributes:
         process: this process's number among `layout.processes`; to be set before loaders are made.
         plan: the training set's order.
     """
 
-    def __init__(self, splits: Splits, layout: Layout, seed: int, num_workers: int | None = None) -> None:
+    def __init__(
+        self,
+        splits: Splits,
+        layout: Layout,
+        seed: int,
+        num_workers: int | None = None,
+        resident: bool | str = "auto",
+        budget: float | None = None,
+    ) -> None:
         super().__init__()
         self.splits = splits
         self.layout = layout
         self.num_workers = num_workers
+        self.resident = resident
+        self.budget = budget
+        self._placed: Splits | None = None
         self.process = 0
         self.plan = Plan(len(splits.train), layout.batch_size, layout.pieces, seed)
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._like: tuple[Any, Tensor | None] = None, None  # the module, and a parameter whose dtype images get
 
+    def setup(self, stage: str) -> None:
+        """Before loaders are made: sets in memory go to the GPU, where there is one."""
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self._placed is None and device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self.put(device, free if self.budget is None else min(free, self.budget))
+            if self._placed is not self.splits and self.process == 0:
+                LOG.info("sets in memory lie on the GPU")
+
+    def put(self, device: torch.device, free: float) -> None:
+        """Puts what `resident` says on `device`, which has `free` bytes; loaders that are made later fetch there."""
+        self._placed = place(self.splits, device, self.resident, free)
+
     # --- loaders ---
 
+    def _set(self, split: str) -> Any:
+        return getattr(self._placed or self.splits, split)
+
     def train_dataloader(self) -> DataLoader[Any]:
-        dataset = StepDataset(self.splits.train, self.plan, self.layout, self.process, self.splits.augment)
+        dataset = StepDataset(self._set("train"), self.plan, self.layout, self.process, self.splits.augment)
         taken = lambda: 0 if self.trainer is None else self.trainer.global_step  # noqa: E731
         sampler = StepSampler(self.plan, taken, lambda: self.layout.pieces)
         return self._loader(dataset, sampler, keep_workers=True)
@@ -73,16 +106,17 @@ class DataModule(pl.LightningDataModule):
     def recut(self, share: Share, pieces: int) -> Share:
         """A step's share in another number of pieces, fetched again; it lies where the samples' loader puts it."""
         layout = replace(self.layout, pieces=pieces)
-        dataset = StepDataset(self.splits.train, self.plan, layout, self.process, self.splits.augment)
+        dataset = StepDataset(self._set("train"), self.plan, layout, self.process, self.splits.augment)
         return dataset.__getitems__((*self.plan.position(share.step), pieces))
 
     def _evaluation(self, split: str) -> DataLoader[Any]:
-        dataset = getattr(self.splits, split)
+        dataset = self._set(split)
         own = own_chunks(len(dataset), self.layout, self.process)
         return self._loader(ChunkDataset(dataset), own or [(0, 1)])
 
     def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
-        workers = self.num_workers
+        resident = isinstance(base(dataset.dataset), Resident)
+        workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None:
             share = _cores() * self.layout.num_nodes // self.layout.processes
             workers = max(1, min(8, share)) if streams(dataset.dataset) else 0
@@ -91,7 +125,7 @@ class DataModule(pl.LightningDataModule):
             batch_sampler=at,
             num_workers=workers,
             collate_fn=_same,
-            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available(),
+            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
             persistent_workers=keep_workers and workers > 0,
             # its own, since iterating draws a number: from the global one that would move what comes after
             generator=torch.Generator().manual_seed(self.plan.seed),

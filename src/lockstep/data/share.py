@@ -48,8 +48,15 @@ class Turn:
         self.sizes = sizes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Turn:
-        """A turn whose tensors lie on `device`."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """A turn whose tensors lie on `device`; from page-locked memory where nobody waits."""
+        locks = non_blocking and torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            if locks and not tensor.is_cuda and not tensor.is_pinned():
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return self._moved(move)
 
     def pin_memory(self) -> Turn:
         """A turn whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""

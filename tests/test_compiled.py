@@ -1,0 +1,286 @@
+"""`compile`: the same weights to rounding, under exact the same bits on every layout; and what CUDA graphs ask for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from conftest import Program, Run
+from test_config import composed
+from test_loop import Net, fit
+from torch import nn
+
+from lockstep import config
+from lockstep.compiled import MODES, compile_networks, is_compiled, networks
+from lockstep.config import check
+from lockstep.layout import Refusal
+from lockstep.scratch import outside, scratch_folder
+
+compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+TASK = (
+    "data=synthetic",
+    "data.samples=100",  # two full steps and a tail
+    "data.image_size=14",
+    "data.num_classes=3",
+    "model.dropout=0.3",
+    "accelerator=cpu",
+    "batch_size=32",
+    "pieces=4",
+    "max_epochs=2",
+    "lr=0.05",
+    "threads=1",
+    "callbacks.console=null",
+    "callbacks.dashboard=null",
+    "logger=none",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Kernels are compiled once for this file, and here: nothing is left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, and all that is needed to compile for them."""
+    monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: name)
+    monkeypatch.setenv("CC", sys.executable)
+
+
+class Parts(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pool = nn.Linear(2, 2), nn.MaxPool2d(2)
+        self.blocks = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.ModuleDict({"head": nn.Linear(2, 2)})])
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+def test_networks_are_what_is_called_and_has_weights() -> None:
+    parts: Any = Parts()
+    assert list(networks(parts)) == [parts.stem, parts.blocks[0], parts.blocks[2]["head"]]
+    with pytest.raises(Refusal, match=r"LightningModule has no layer with parameters.*compile=false"):
+        compile_networks(pl.LightningModule(), "default", exact=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_takes_every_mode(mode: str) -> None:
+    for exact in (False, True):
+        net = Net()
+        compile_networks(net, mode, exact)  # it checks the options now, and compiles at the first call
+        assert is_compiled(net)
+
+
+@compiles
+def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    plain, compiled = Net(norm=True, dropout=0.3).double(), Net(norm=True, dropout=0.3).double()
+    compile_networks(compiled, "default", exact=False)
+    assert is_compiled(compiled)
+    assert not is_compiled(plain)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    counters.clear()
+    fit(tmp_path, compiled, ours=True, pieces=2)
+    assert counters["stats"]["unique_graphs"] == 2  # pieces of 4, and of 3 in the tail; not the 22 of the validation
+    fit(tmp_path, plain, ours=True, pieces=2)
+    for (name, one), other in zip(plain.state_dict().items(), compiled.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@compiles
+@pytest.mark.slow
+def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(run_train: Program, tmp_path: Path) -> None:
+    def train(name: str, *overrides: str) -> Run:
+        run = Program(tmp_path / name)(*TASK, "precision=64-true", *overrides)
+        assert ("compiled, 1 thread" in run.stderr + run.stdout) == ("compile=true" in overrides)
+        return run
+
+    two = ("strategy=ddp", "devices=2")
+    plain = train("plain")
+    assert apart(train("one", "compile=true"), plain) < 1e-13
+    assert apart(train("two", "compile=true", *two), plain) < 1e-13
+    exact = [train(f"exact{len(layout)}", "compile=true", "exact=true", *layout) for layout in ((), two)]
+    assert exact[0].summary["weights_sha256"] == exact[1].summary["weights_sha256"]
+
+
+@compiles
+@pytest.mark.slow
+def test_a_compiled_run_goes_on_uncompiled_and_the_other_way_round(tmp_path: Path) -> None:
+    task = (*TASK, "precision=64-true", "scheduler=constant", "max_epochs=9")
+    never = Program(tmp_path / "never")(*task, "max_steps=6")
+    for first, then in (("true", "false"), ("false", "true")):
+        run = Program(tmp_path / first)(*task, f"compile={first}", "max_steps=4")  # in mid-epoch
+        run = Program(tmp_path / first)(f"resume={run.folder}", f"compile={then}", "max_steps=6")
+        assert run.summary["steps"] == never.summary["steps"] == 6
+        assert apart(run, never) < 1e-13
+
+
+def apart(one: Run, other: Run) -> float:
+    """How far two runs' last weights are apart, as a part of their size; names must be the same."""
+    a, b = (
+        torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
+    )
+    assert list(a) == list(b)
+    first, second = (torch.cat([value.double().flatten() for value in state.values()]) for state in (a, b))
+    return float((first - second).norm() / second.norm())
+
+
+def test_kernels_are_not_kept_where_a_run_leaves_nothing() -> None:
+    place = tempfile.gettempdir()
+    with scratch_folder() as scratch:
+        assert tempfile.gettempdir() == scratch != place
+        with outside():
+            assert tempfile.gettempdir() == place
+        assert tempfile.gettempdir() == scratch
+    with outside():
+        assert tempfile.gettempdir() == place
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("compile=reduce-overhead accumulate_grad_batches=auto", "accumulate_grad_batches=auto: CUDA graphs.*true"),
+        ("compile=max-autotune exact=true", "compile=max-autotune chooses kernels by their speed.*exact=true"),
+        ("compile=true strategy=ddp devices=2 strategy.sync_batchnorm=true", "strategy.sync_batchnorm=true waits"),
+        ("compile=true strategy=dp devices=2", "strategy=dp gives a network other devices' weights"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_what_does_not_work_on_a_gpu(overrides: str, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        check(parsed(overrides))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "ccache-without no-such-compiler")
+    with pytest.raises(Refusal, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
+        check(parsed("compile=true"))
+    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: None)
+    with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
+        check(parsed("compile=true"))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_mode_is_torchs_own() -> None:
+    from torch._inductor import list_mode_options
+
+    for mode in ("reduce-overhead", "max-autotune"):
+        assert check(parsed(f"compile={mode} memory_budget=100")).compile in list_mode_options()
+    assert check(parsed("compile=true")).compile == "default"
+    assert check(parsed("compile=false")).compile is None
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Refusal, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
+        check(parsed("compile=true accelerator=cpu"))
+    monkeypatch.setenv("CXX", f"{sys.executable} -I")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
+    with pytest.raises(Refusal, match=r"compile=true needs Python's headers"):
+        check(parsed("compile=true accelerator=cpu"))
+
+
+def parsed(overrides: str) -> dict[str, Any]:
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    from lockstep.checks import ROOT
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return composed(*overrides.split())
+
+
+# --- CUDA graphs, played on the CPU -----------------------------------------------------------------------------------
+
+
+class Replay(torch.autograd.Function):
+    """A network and its loss as a CUDA graph would run them: what comes out, loss and gradient, lies in memory that
+    the next run overwrites, and autograd takes the gradient as it is, without a copy."""
+
+    loss: torch.Tensor = torch.zeros(())
+    gradient: torch.Tensor = torch.zeros(3, 16)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.no_grad():
+            Replay.loss.copy_((x @ weight.T).square().mean())
+        return Replay.loss.view(())
+
+    @staticmethod
+    def backward(ctx: Any, up: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        Replay.gradient.copy_(up * 2 * (x @ weight.T).T @ x / (len(x) * len(weight)))
+        return None, Replay.gradient
+
+
+@pytest.fixture
+def shared_gradients() -> Any:
+    """How cudagraph_trees.py tells autograd that its own reference to a gradient does not count."""
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(Replay.gradient)
+    yield
+    torch._C._remove_cached_tensor(Replay.gradient)
+    torch._C._set_cached_tensors_enabled(False)
+
+
+class Graphed(pl.LightningModule):
+    def __init__(self, replayed: bool, careful: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 16))
+        self.replayed, self.careful = replayed, careful
+        self.losses: list[float] = []
+
+    def on_fit_start(self) -> None:
+        self.trainer.fit_loop.epoch_loop.automatic_optimization.graphs = self.careful  # type: ignore[attr-defined]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].flatten(1)
+        loss: torch.Tensor = Replay.apply(x, self.weight) if self.replayed else (x @ self.weight.T).square().mean()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.usefixtures("shared_gradients")
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_a_graph_overwrites_is_kept_from_piece_to_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    marks: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
+
+    def train(replayed: bool, careful: bool) -> Graphed:
+        module = Graphed(replayed, careful)
+        fit(tmp_path, module, ours=True, pieces=2, exact=exact, limit_val_batches=0)
+        return module
+
+    plain, kept, careless = train(False, False), train(True, True), train(True, False)
+    assert len(marks) == 2 * 3 * 2  # epochs, steps, pieces
+    torch.testing.assert_close(kept.weight, plain.weight, rtol=1e-5, atol=1e-6)
+    assert kept.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert careless.losses != pytest.approx(plain.losses, rel=1e-3)  # the control
+    assert exact or not torch.allclose(careless.weight, plain.weight, rtol=1e-3)  # exact sums keep nothing of it

@@ -1,0 +1,115 @@
+"""Sets in memory that are put on the GPU: the same batches, bit for bit; what does not fit stays where it is.
+
+No GPU is needed: the device is the CPU here, the free memory a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_data import arrays, layout, module, splits
+from torch.utils.data import Subset
+
+from lockstep.data import ArrayDataset, DataModule, Share, Splits
+from lockstep.data.augment import Augment
+from lockstep.data.resident import PART, Resident, base, place
+from lockstep.layout import Layout, Refusal
+
+CPU = torch.device("cpu")
+PLENTY = 1e9
+SIZE = 40 * (6 * 6 + 8)  # bytes of arrays(40) with their labels
+
+
+class Streamed:
+    """A set on disk."""
+
+    streams = True
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((1, 6, 6), index, dtype=torch.uint8), index
+
+
+class Own(ArrayDataset):
+    """A user's: what it does with its arrays is its own business."""
+
+    def __getitems__(self, ids: Any) -> Any:
+        images, labels = super().__getitems__(ids)
+        return 255 - images, labels
+
+
+def data(on: Layout, put: bool, process: int = 0) -> DataModule:
+    whole = arrays(40)
+    train, val = Subset(whole, range(0, 40, 2)), Subset(whole, range(1, 40, 2))  # type: ignore[var-annotated, arg-type]
+    made = module(Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True)), on, process)
+    if put:
+        made.put(CPU, PLENTY)
+    return made
+
+
+def seen(made: DataModule) -> list[torch.Tensor]:
+    """All that training, a recut step, validation and test get to see."""
+    shares: list[Share] = [*made.train_dataloader()]
+    shares.append(made.recut(shares[0], 2 * made.layout.pieces))
+    trained = [part for share in shares for turn in share.turns for part in made.finish(turn)]
+    evaluated = [*made.val_dataloader(), *made.test_dataloader()]
+    return trained + [part for batch in evaluated for part in made.on_after_batch_transfer(batch, 0)]
+
+
+@pytest.mark.parametrize(("strategy", "devices", "processes"), [("ddp", 1, 1), ("ddp", 3, 3), ("dp", 3, 1)])
+def test_the_batches_are_the_same(strategy: str, devices: int, processes: int) -> None:
+    on = layout(devices, 12, 6, strategy)
+    for process in range(processes):
+        there, here = seen(data(on, True, process)), seen(data(on, False, process))
+        assert len(there) == len(here) > 8
+        assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+    wrong = data(on, True)
+    held = base(wrong._set("train"))
+    held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
+    assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
+
+
+def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
+    made = data(layout(), True)
+    made.num_workers = 2
+    assert isinstance(base(made._set("train")), Resident)
+    assert base(made._set("train")) is base(made._set("val"))  # two subsets of one set
+    assert made.train_dataloader().num_workers == 0
+    assert type(base(made.splits.train)) is ArrayDataset  # callbacks find it as it was
+    made = data(layout(), False)
+    made.num_workers = 2
+    assert made.train_dataloader().num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "free", "moved"),
+    [
+        ("auto", PART * 2 * SIZE, True),
+        ("auto", PART * 2 * SIZE - 1, False),
+        (True, 2 * SIZE, True),
+        (False, PLENTY, False),
+    ],
+)
+def test_how_much_room_it_may_take(choice: Any, free: float, moved: bool) -> None:
+    found = place(splits(arrays(40), evaluated=arrays(40)), CPU, choice, free)  # val and test are one set
+    assert [isinstance(part, Resident) for part in (found.train, found.val, found.test)] == [moved] * 3
+
+
+@pytest.mark.parametrize("train", [Streamed(), Own(np.zeros((40, 1, 6, 6), np.uint8), np.arange(40))])
+def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
+    held = Subset(train, range(30))
+    found = place(splits(held), CPU, "auto", PLENTY)
+    assert base(found.train) is train
+    assert isinstance(found.test, Resident)
+    with pytest.raises(Refusal, match=r"resident=true: no set of this data is in memory.*resident=auto"):
+        place(splits(train, evaluated=train), CPU, True, PLENTY)
+
+
+def test_true_does_not_overrule_the_memory() -> None:
+    with pytest.raises(Refusal, match=r"resident=true: the sets take 0 MiB, and cpu has 0 free; resident=auto"):
+        place(splits(arrays(40), evaluated=arrays(40)), CPU, True, 2 * SIZE - 1)
