@@ -57,6 +57,14 @@ class StepLoop(_TrainingEpochLoop):
         self.hooks: Hooks
         self._validates: bool | None = None  # whether this epoch does
 
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """An epoch that `max_steps` has cut short goes on: Lightning has counted it, and would leave the rest out."""
+        super().on_load_checkpoint(state_dict)
+        plan, epochs = self.trainer.datamodule.plan, self.trainer.fit_loop.epoch_progress  # type: ignore[attr-defined]
+        if self.batch_progress.current.completed < plan.steps_per_epoch:
+            for count in (epochs.current, epochs.total):
+                count.processed = count.completed
+
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         self._batches_that_stepped = self.global_step
