@@ -15,7 +15,7 @@ DATA = {
     "resnet18": ("data.samples=5000", "data.channels=3", "data.image_size=32"),
 }
 BATCH = {"mnist_cnn": 256, "resnet18": 128}
-SIZES = {"mnist_cnn": (20, 2, 10), "resnet18": (3, 1, 3)}  # steps of a block, of which the first don't count; rounds
+SIZES = {"mnist_cnn": (20, 2, 6), "resnet18": (3, 1, 3)}  # steps of a block, of which the first don't count; rounds
 
 
 def measure(model: str, folder: Path) -> list[Row]:

@@ -13,7 +13,7 @@ from benchmarks.players import Row, row
 AHEAD = {"mnist_fast": 20.0, "mnist_best": 7.0}  # goals: times as fast as the opponent
 
 
-def start(folder: Path, data_dir: str, rounds: int = 5) -> tuple[list[Row], dict[str, Any]]:
+def start(folder: Path, data_dir: str, rounds: int = 3) -> tuple[list[Row], dict[str, Any]]:
     """Goal 3."""
     found = startup.measure(rounds)
     middle = {name: (median(pair["ours"]), median(pair["other"])) for name, pair in found.items()}

@@ -21,7 +21,7 @@ class Case:
 
 
 CASES = {
-    "mnist_cnn": Case(("data.samples=20000",), 20, 2, 10),
+    "mnist_cnn": Case(("data.samples=20000",), 20, 2, 8),
     "resnet18": Case(("data.samples=10000", "data.channels=3", "data.image_size=32"), 3, 1, 2),
 }
 BATCH = 256
