@@ -58,7 +58,6 @@ class ExactSum:
 
     def begin(self) -> None:
         """Starts a new sum."""
-        self.units.zero_()
         self.late: list[tuple[int, Tensor]] = []
         self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
@@ -68,7 +67,7 @@ class ExactSum:
         flats = [self._flat(group, values) for group in self.groups]
         for at, (flat, bound) in enumerate(zip(flats, _bounds(flats), strict=True)):
             if bound < self._room(at):  # nan is not
-                self._round(flat, self.units[self.starts[at] :], self._constant(at))
+                self._round(flat, self.units[self.starts[at] :], self._constant(at), first=not self.rounded[at])
                 self.rounded[at] += 1
             else:
                 self.late.append((at, flat.clone()))
@@ -79,8 +78,11 @@ class ExactSum:
         A tensor to which something that is not finite was added comes back as nan, on every process.
         """
         for at, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            part = self.units[start : start + size]
             if self.rounded[at]:
-                self.units[start : start + size] -= _wrapped(self.rounded[at] * _bits(self._constant(at)))
+                part -= _wrapped(self.rounded[at] * _bits(self._constant(at)))
+            else:
+                part.zero_()
         self.units[-1] = len(self.late)
         all_reduce(self.units, "sum")
         extra, broken = self._late_total(all_reduce) if int(self.units[-1]) else ({}, set())
@@ -138,19 +140,22 @@ class ExactSum:
                 )
         return found
 
-    def _round(self, flat: Tensor, units: Tensor, constant: float) -> None:
-        """Adds the elements, rounded, and the constant's bits with each of them. On CPU by numpy: the same IEEE
-        additions, and half of the time."""
+    def _round(self, flat: Tensor, units: Tensor, constant: float, first: bool = False) -> None:
+        """Adds the elements, rounded, and the constant's bits with each of them; the first ones overwrite what is
+        there. On CPU by numpy: the same IEEE additions, and half of the time."""
         if self.device.type == "cpu":
             values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
             for start in range(0, len(values), CHUNK):
                 part = values[start : start + CHUNK]
-                rounded = scratch[: len(part)]
+                into = sums[start : start + len(part)]
+                rounded = into.view(np.float64) if first else scratch[: len(part)]
                 np.copyto(rounded, part)  # by itself: np.add converts in smaller parts
                 rounded += constant
-                sums[start : start + len(part)] += rounded.view(np.int64)
+                if not first:
+                    into += rounded.view(np.int64)
         else:
-            units[: len(flat)] += flat.double().add_(constant).view(torch.int64)
+            add = Tensor.copy_ if first else Tensor.add_
+            add(units[: len(flat)], flat.double().add_(constant).view(torch.int64))
 
     def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
         start, size = self.starts[at], self.sizes[at]
@@ -205,6 +210,9 @@ def _bounds(flats: Sequence[Tensor]) -> list[float]:
     """The largest absolute value of each tensor, nan where it holds one."""
     if not flats:
         return []
+    if flats[0].device.type == "cpu":  # numpy takes half of the time, and hands on nan as torch does
+        ends_of = ((float(flat.numpy().min()), float(flat.numpy().max())) if flat.numel() else (0, 0) for flat in flats)
+        return [max(-low, high) for low, high in ends_of]
     ends = torch.stack(
         [end for flat in flats for end in (torch.aminmax(flat) if flat.numel() else (flat.new_zeros(()),) * 2)]
     )
