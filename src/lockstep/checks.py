@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -88,6 +89,13 @@ def text(key: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str | int | float):
         raise Refusal(f"{key}={show(value)}: must be a text")
     return None if value is None else str(value)
+
+
+def folder(key: str, value: Any) -> str:
+    """A folder, absolute."""
+    if not isinstance(value, str | int | float) or isinstance(value, bool) or not str(value):
+        raise Refusal(f"{key}={show(value)}: must be a folder")
+    return os.path.abspath(os.path.expanduser(str(value)))
 
 
 def run_name(key: str, value: Any) -> str:

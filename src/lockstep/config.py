@@ -21,6 +21,7 @@ from lockstep.checks import (
     choice,
     flag,
     flag_or,
+    folder,
     node,
     optional_node,
     real,
@@ -114,11 +115,11 @@ class Config:
 
 CHECKS: dict[str, Check] = {
     "name": run_name,
-    "outputs": text,
+    "outputs": folder,
     "seed": whole(0),
     "model": node,
     "data": node,
-    "data_dir": text,
+    "data_dir": folder,
     "num_workers": whole(0, optional=True),
     "strategy": node,
     "accelerator": choice("auto", "cpu", "gpu"),
@@ -220,8 +221,6 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     for group in ("model", "data"):
         for target in named(values[group]):
             check_target(f"{group}._target_", target)
-    for key in ("data_dir", "outputs"):
-        values[key] = os.path.abspath(os.path.expanduser(values[key]))
     strategy = values["strategy"]
     strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
     if values["accumulate_grad_batches"] == "auto":
