@@ -139,12 +139,14 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
         assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
 
 
-def test_an_epoch_that_max_steps_cut_short_goes_on(run_train: Program, tmp_path: Path) -> None:
-    undisturbed = Program(tmp_path / "undisturbed")(*JOB, "scheduler=constant", "max_epochs=3", "max_steps=30")
-    run = run_train(*JOB, "scheduler=constant", "max_epochs=3", "max_steps=15")
-    assert run.summary["steps"] == 15 > undisturbed.summary["steps"] / 3, "in mid-epoch"
+@pytest.mark.parametrize("steps", [12, 15])
+def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path, steps: int) -> None:
+    job = (*JOB, "scheduler=constant", "max_epochs=3")
+    undisturbed = Program(tmp_path / "undisturbed")(*job, "max_steps=36")
+    assert undisturbed.summary["steps"] == 36, "three epochs of 12"
+    run = run_train(*job, f"max_steps={steps}")
     assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
-    same_end(run_train(f"resume={run.folder}", "max_steps=30"), undisturbed)
+    same_end(run_train(f"resume={run.folder}", "max_steps=36"), undisturbed)
 
 
 CUT = """

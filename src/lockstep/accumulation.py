@@ -67,9 +67,10 @@ def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float
         largest = torch.tensor([peak], dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         peak = float(largest)
+    layout = data.layout
     if config.layout.accelerator == "gpu":  # under torchrun this process goes on
-        del trainer, memory
+        del data, trainer, memory
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return data.layout, peak
+    return layout, peak

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRAPHS = {"reduce-overhead": "true", "max-autotune": "max-autotune-no-cudagraphs"}  # and what does without
 MODES = ("default", "max-autotune-no-cudagraphs", *GRAPHS)
-SHAPES = 64  # that a network is compiled for; torch's own 8 would send the ninth down the slow path, and to other bits
+SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
 
 def mode(key: str, value: Any) -> str | None:
@@ -104,7 +104,9 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
-    torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
+        most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
+        setattr(torch._dynamo.config, limit, most)
     options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
     for network in found:
         network.compile(options=options, dynamic=False)

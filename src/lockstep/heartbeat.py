@@ -60,13 +60,15 @@ def leave() -> None:
         _beats = None
 
 
-def _children(parent: int) -> int:
-    """How many children of this process's main thread run (Linux; elsewhere 1, so that nothing follows)."""
+def _children(parent: int) -> set[str] | None:
+    """The children of this process's main thread that run, without multiprocessing's own; None where nobody knows (not
+    on Linux, or one has just ended)."""
     try:
         listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        return sum(_state(pid) not in "ZX" for pid in listed)
+        running = {pid for pid in listed if _state(pid) not in "ZX"}
+        return {pid for pid in running if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
     except OSError:
-        return 1
+        return None
 
 
 @contextmanager
@@ -88,11 +90,13 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     done, found = threading.Event(), dict[int, str]()
 
     parent, busy = os.getpid(), time.monotonic()
+    others = _children(parent) or set()  # that are nothing to the agent
 
     def watch() -> None:
         nonlocal busy
         while not done.wait(min(1.0, timeout / 4)):
-            if not alone or _children(parent):
+            children = _children(parent)
+            if not alone or children is None or children - others:
                 busy = time.monotonic()
             elif time.monotonic() - busy > ORPHANED:
                 os.kill(parent, signal.SIGQUIT)

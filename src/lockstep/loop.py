@@ -4,8 +4,8 @@ A batch that the loader yields is a `Share`: what this process computes of one o
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps, and no micro-batch is
 ever seen outside step.py. The only private names of Lightning that the project builds on stand here, in step.py and
 hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` and
-`_batches_that_stepped`, `trainer._logger_connector` (what `self.log` needs), and `trainer._signal_connector` (who hears
-signals). tests/test_loop.py fails when they change.
+`_batches_that_stepped`, the fit loop's `_iteration_based_training`, `trainer._logger_connector` (what `self.log`
+needs), and `trainer._signal_connector` (who hears signals). tests/test_loop.py fails when they change.
 
 Lightning's own path through a step costs 0.6 ms, which a small network feels. Where nobody needs what it offers
 (`hooks.lean`), the same calls are made from here, to the same effect: a third of that.
@@ -44,6 +44,8 @@ class StepLoop(_TrainingEpochLoop):
         )
         # Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers.
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+        # With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice.
+        trainer.fit_loop._iteration_based_training = _never  # type: ignore[method-assign]
 
         self.lean = False
         self.hooks: Hooks
@@ -54,7 +56,8 @@ class StepLoop(_TrainingEpochLoop):
         super().on_load_checkpoint(state_dict)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         epochs: Any = self.trainer.fit_loop.epoch_progress
-        if self.batch_progress.current.completed < data.plan.steps_per_epoch:
+        cut = self.batch_progress.current.completed < data.plan.steps_per_epoch
+        if cut and not self.batch_progress.is_last_batch:
             for count in (epochs.current, epochs.total):
                 count.processed = count.completed
 
@@ -147,3 +150,7 @@ class StepLoop(_TrainingEpochLoop):
 
 def _nothing() -> None:
     """In place of what Lightning would do."""
+
+
+def _never() -> bool:
+    return False

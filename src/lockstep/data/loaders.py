@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, Subset
+from torch.utils.data import DataLoader, Sampler, Subset, get_worker_info
 
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import fetch
@@ -81,8 +81,12 @@ class StepDataset:
         devices, pieces, starts, stops = zip(*turn, strict=True)
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         batch = fetch(self.dataset, ids, seed, epoch)
-        draws = _draws(self.augment, seed, epoch, self.plan.samples)
-        return Turn(batch, ids, None if draws is None else draws[ids], devices, pieces, sizes)
+        if get_worker_info() is None:
+            draws = _draws(self.augment, seed, epoch, self.plan.samples)
+            draws = None if draws is None else draws[ids]
+        else:  # there may be many, each with its own memory, and nobody waits for them
+            draws = self.augment.draws(seed, epoch, ids)
+        return Turn(batch, ids, draws, devices, pieces, sizes)
 
 
 @lru_cache(maxsize=2)

@@ -14,7 +14,7 @@ from lockstep.models.optimizer import build_optimizer
 from lockstep.models.schedule import lr_factor
 
 Batch = tuple[Tensor, Tensor]
-MOST_COUNTED = 64  # pieces of which loss, prediction and label wait to be added up
+MOST_COUNTED = 8192  # samples of which predictions and labels wait to be added up
 
 
 class ImageClassifier(LightningModule):
@@ -87,7 +87,7 @@ class ImageClassifier(LightningModule):
 
     def _count(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         self._counted.append((loss, logits.argmax(1), y))
-        if len(self._counted) == MOST_COUNTED:
+        if len(self._counted) >= min(64, MOST_COUNTED // len(y)):
             self._add_up()
 
     def _add_up(self) -> None:
