@@ -111,7 +111,9 @@ def test_killed_ten_times_in_a_row(run_train: Program, tmp_path: Path) -> None:
     killed(run_train, process)
     run = run_train(f"resume={folder}")
     same_end(run, undisturbed)
-    for curve, found in points(run.folder).items():
+    curves = points(run.folder)
+    del curves["tensorboard: epoch"]  # Lightning's, of the last validation and of the test: both are at the last step
+    for curve, found in curves.items():
         assert len(dict(found)) == len(found), f"{curve}: a step twice"
 
 
