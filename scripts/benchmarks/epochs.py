@@ -1,6 +1,6 @@
 """An epoch of MNIST: train.py against the way of pytorch/examples and that of Lightning's tutorials.
 
-A block is 160 steps of 64 images. Epochs end inside of blocks, so what each side does there counts in proportion.
+A block is 200 steps of 64 images. Epochs end inside of blocks, so what each side does there counts in proportion.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from statistics import median
 
 from benchmarks.players import OPPONENTS, Outcome, Row, faster, play
 
-STEPS, LR = 160, 0.03
-ROUNDS = 3
+STEPS, LR = 200, 0.03
+ROUNDS = 4
 RACES = (("ours", "examples"), ("ours", "tutorial"), ("ours, bf16", "examples"), ("ours, bf16", "tutorial"))
 GOALS = {1: (1.55, 1.85, 2.4, None), 2: (1.9, 2.1, 2.8, None)}  # by threads, of RACES
 KINDS = {"examples": "pytorch/examples' way", "tutorial": "Lightning's tutorial way"}
 ACCURACY = 0.02  # most that the sides' test accuracy after SAVE_AT steps may differ: their orders of samples do
-SAVE_AT = 600
+SAVE_AT = 1000
 
 
 def measure(data_dir: str, threads: int, folder: Path) -> list[Row]:
