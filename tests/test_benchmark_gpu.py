@@ -51,6 +51,7 @@ def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> 
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *gpu.TRAIN, *options))
             assert asked.accelerator == "gpu"
         assert int(0.9 * case.data["samples"]) % case.batch == 0  # else the tail would be compiled too
+        assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
         assert 0.9 * case.data["samples"] / case.batch > gpu.WARMUP + gpu.COUNTED  # an epoch's end waits
 
 

@@ -86,6 +86,14 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     return data
 
 
+def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """What `compile` asks for, before the trainer's fit."""
+    if config.compile:
+        compile_networks(module, config.compile, config.exact)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.automatic_optimization.graphs = config.compile in GRAPHS
+
+
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
     name = config.logger.get("name", "none")
@@ -186,10 +194,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config.optimizer)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
-    if config.compile:
-        compile_networks(module, config.compile, config.exact)
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization.graphs = config.compile in GRAPHS
+    compile_module(config, module, trainer)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
