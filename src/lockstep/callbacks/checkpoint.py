@@ -199,4 +199,5 @@ def validates(trainer: Trainer) -> bool:
     if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return True
     inside = trainer.check_val_every_n_epoch is None and trainer.enable_validation
-    return inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    last = trainer.global_step == trainer.max_steps
+    return inside and (last or trainer.global_step % int(trainer.val_check_batch or 1) == 0)
