@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import BasePredictionWriter
 from omegaconf import OmegaConf
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
@@ -34,6 +35,7 @@ from lockstep.data.folder import FolderDataset
 from lockstep.data.loaders import own_chunks
 from lockstep.data.opening import hold_out
 from lockstep.layout import Layout, Refusal, resolve
+from lockstep.models import MnistCNN
 
 MODEL = torch.nn.Linear(1, 1)
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
@@ -559,10 +561,10 @@ class Counts(pl.LightningModule):
     test_step = validation_step
 
 
-def quiet_trainer() -> pl.Trainer:
+def quiet_trainer(*callbacks: pl.Callback) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=1, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
 
 
@@ -571,6 +573,39 @@ def test_lightning_evaluates_on_plain_batches() -> None:
     counts = Counts()
     quiet_trainer().validate(counts, datamodule=DataModule(splits(arrays(9), evaluated=arrays(700)), layout(), seed=0))
     assert counts.seen == list(range(700))
+
+
+class Indices(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.found: list[int] = []
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.found = [i for loader in indices for batch in loader for i in batch]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("processes", "samples"), [(1, 700), (3, 700), (3, 1)])
+def test_lightning_predicts_in_the_order_of_samples(processes: int, samples: int, workers: int) -> None:
+    torch.manual_seed(0)
+    spec = {"channels": 1, "image_size": 12, "num_classes": 3}
+    net = MnistCNN(**spec, lr=0.1, optimizer={"name": "sgd"}, scheduler={"name": "constant"}, total_steps=1)
+    images = arrays(samples, size=12)
+    sides = splits(arrays(9), evaluated=images)
+    found: list[Any] = []
+    written: list[int] = []
+    for process in range(processes):
+        data = DataModule(sides, layout(processes), seed=0, num_workers=workers)
+        data.process = process
+        writer = Indices()
+        found += quiet_trainer(writer).predict(net, datamodule=data) or []
+        written += writer.found
+    x = (torch.as_tensor(images.__getitems__(range(samples))[0]) / 255 - 0.4) / 0.2
+    with torch.no_grad():
+        expected = net.eval()(x)
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+    assert written == list(range(samples))
 
 
 @pytest.mark.skipif("LOCKSTEP_TEST_DATA" not in os.environ, reason="LOCKSTEP_TEST_DATA names no folder with real data")

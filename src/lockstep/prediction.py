@@ -62,17 +62,16 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
 
 
 class Predictor(pl.LightningModule):
-    """Any module whose `forward` maps images to logits or log-probabilities. A test collects `found`: for each batch
-    ids int64 [n] and probabilities float64 [n, C]. (Lightning's `predict` would replace our loader's batches.)"""
+    """Any module whose `forward` maps images to logits or log-probabilities; its predictions are ids int64 [n] and
+    probabilities float64 [n, C]."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
         self.module = module
-        self.found: list[tuple[Tensor, Tensor]] = []
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         x, ids = batch
-        self.found.append((ids.cpu(), self.module(x).double().softmax(dim=1).cpu()))
+        return ids, self.module(x).double().softmax(dim=1)
 
 
 def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -83,11 +82,11 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     predictor = Predictor(load_module(config, splits))
     data = make_data(config, splits, rank)
     trainer = make_trainer(replace(config, logger={}), folder, [])
-    trainer.test(predictor, datamodule=data, verbose=False)
-    parts: list[Any] = [predictor.found]
+    own: Any = trainer.predict(predictor, datamodule=data) or []  # None where there are more processes than batches
+    parts = [own]
     if trainer.world_size > 1:
         parts = [None] * trainer.world_size
-        dist.all_gather_object(parts, predictor.found)
+        dist.all_gather_object(parts, own)
     summary = summarise(config, folder, "completed", None)
     if rank == 0:
         found = {

@@ -111,8 +111,22 @@ def _share(layout: Layout, process: int, samples: int) -> tuple[list[list[tuple[
     return turns(process), min(samples, layout.pieces), all(turns(other) for other in range(layout.processes))
 
 
+class ChunkSampler(Sampler[range]):
+    """Yields the sample ids of each chunk `(start, stop)`. No list, as Lightning's `predict` wraps a sampler, and tells
+    a `BasePredictionWriter` what it yields."""
+
+    def __init__(self, at: list[At]) -> None:
+        self.at = at
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(*chunk) for chunk in self.at)
+
+
 class ChunkDataset:
-    """An evaluation set whose items are the batches `(start, stop)`."""
+    """An evaluation set whose items are batches of neighbouring samples."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -120,8 +134,8 @@ class ChunkDataset:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, at: At) -> Any:
-        return fetch(self.dataset, np.arange(*at))
+    def __getitems__(self, ids: range) -> Any:
+        return fetch(self.dataset, np.arange(ids.start, ids.stop))
 
 
 def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:

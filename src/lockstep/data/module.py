@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.data.datasets import Splits
-from lockstep.data.loaders import ChunkDataset, Loader, StepDataset, StepSampler, own_chunks, streams
+from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
 from lockstep.data.resident import Resident, base, place
 from lockstep.data.share import Share, Turn
 from lockstep.family import die_with
@@ -54,6 +54,7 @@ class DataModule(pl.LightningDataModule):
         budget: float | None = None,
     ) -> None:
         super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have nothing to predict
         self.splits = splits
         self.layout = layout
         self.num_workers = num_workers
@@ -96,7 +97,8 @@ class DataModule(pl.LightningDataModule):
         return self._evaluation("test")
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        return self._evaluation("test")
+        """The test set in its order; of several processes each has the run of samples that it evaluates, or none."""
+        return self._evaluation("test", least=0)
 
     def stand_in(self, split: str) -> bool:
         """Whether this process has no sample of `val` or `test` to evaluate. It then gets one all the same, so that it
@@ -109,10 +111,10 @@ class DataModule(pl.LightningDataModule):
         dataset = StepDataset(self._set("train"), self.plan, layout, self.process, self.splits.augment)
         return dataset.__getitems__((*self.plan.position(share.step), pieces))
 
-    def _evaluation(self, split: str) -> DataLoader[Any]:
+    def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
         dataset = self._set(split)
         own = own_chunks(len(dataset), self.layout, self.process)
-        return self._loader(ChunkDataset(dataset), own or [(0, 1)])
+        return self._loader(ChunkDataset(dataset), ChunkSampler(own or [(0, 1)] * least))
 
     def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
         resident = isinstance(base(dataset.dataset), Resident)

@@ -77,6 +77,10 @@ class ImageClassifier(LightningModule):
 
     test_step = validation_step
 
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits [n, C]."""
+        return self(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self, self.lr, **self.optimizer)
         schedule = LambdaLR(optimizer, lr_factor(self.total_steps, **self.scheduler))
