@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, Program, summary_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.data import Splits, open_data
 from lockstep.plan import Plan
@@ -157,3 +159,36 @@ def test_measured_shares_balance_a_slow_rank_and_keep_the_bits(project: Path, tm
     assert ": 2 + 8 pieces" in auto.stderr
     assert auto.summary["weights_sha256"] == even.summary["weights_sha256"]
     assert auto.summary["throughput"]["samples_per_second"] > even.summary["throughput"]["samples_per_second"]
+
+
+CUT = """
+        if os.environ.get("CUT") and self.trainer.global_step == 6:
+            time.sleep(1)  # the checkpoint of step 5 is on the disk, and what was logged since then
+            os.kill(os.getpid(), int(os.environ["CUT"]))
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, 1), (signal.SIGTERM, 143)], ids=["killed", "terminated"])
+def test_what_it_logs_stands_once_after_a_resume(project: Path, tmp_path: Path, signum: int, code: int) -> None:
+    package = project / "src" / "cut"
+    package.mkdir(exist_ok=True)
+    module = MODULE.replace("        x, y = batch\n        loss", f"{CUT}        x, y = batch\n        loss")
+    (package / "__init__.py").write_text("import os\nimport time\n" + module)
+    (project / "conf" / "model" / "cut.yaml").write_text("name: cut\n_target_: cut.LitDigits\n")
+    task = (*TASK, "model=cut", "logger=tensorboard", "log_every=1", "checkpoint_every=5", "pieces=1", "max_epochs=3")
+    script = str(project / "src" / "train.py")
+    undisturbed = Program(tmp_path / "undisturbed", script)(*task, cwd=project)
+    train = Program(tmp_path / "outputs", script)
+    run = train(*task, env={"CUT": str(int(signum))}, cwd=project, ok=False)
+    assert run.returncode == code, str(run)
+    lost = train_loss(run.folder)
+    assert [step for step, _ in lost] == list(range(1, 7 if signum == signal.SIGKILL else 8))
+    train(f"resume={run.folder}", cwd=project)
+    assert [step for step, _ in train_loss(run.folder)] == list(range(1, 13))
+    assert train_loss(run.folder) == train_loss(undisturbed.folder)
+
+
+def train_loss(folder: Path) -> list[tuple[int, float]]:
+    """The curve of `train_loss` as TensorBoard shows it."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train_loss")]

@@ -5,7 +5,8 @@ Lightning counts in batches (validation, logging, limits, checkpoints) counts op
 ever seen outside step.py. The only private names of Lightning that the project builds on stand here, in step.py and
 hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` and
 `_batches_that_stepped`, the fit loop's `_iteration_based_training`, `trainer._logger_connector` (what `self.log`
-needs), and `trainer._signal_connector` (who hears signals). tests/test_loop.py fails when they change.
+needs, and at which step it is shown), and `trainer._signal_connector` (who hears signals). tests/test_loop.py fails
+when they change.
 
 Lightning's own path through a step costs 0.6 ms, which a small network feels. Where nobody needs what it offers
 (`hooks.lean`), the same calls are made from here, to the same effect: a third of that.
@@ -13,6 +14,8 @@ Lightning's own path through a step costs 0.6 ms, which a small network feels. W
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,6 +47,8 @@ class StepLoop(_TrainingEpochLoop):
         )
         # Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers.
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
+        connector = trainer._logger_connector
+        connector.log_metrics = partial(self._log_metrics, connector.log_metrics)  # type: ignore[method-assign]
         # With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice.
         trainer.fit_loop._iteration_based_training = _never  # type: ignore[method-assign]
 
@@ -110,13 +115,6 @@ class StepLoop(_TrainingEpochLoop):
         if logs:
             trainer._logger_connector.update_train_step_metrics()
 
-    def on_advance_end(self, data_fetcher: Any) -> None:
-        """Lightning counts a step after its validation, and so shows that one step early: where a run was killed in
-        between and resumed, the lost validation would stay beside the new one."""
-        self._batches_that_stepped = self.global_step
-        super().on_advance_end(data_fetcher)
-        self._batches_that_stepped = self.global_step
-
     @property
     def global_step(self) -> int:
         return self.automatic_optimization.optim_progress.optimizer_steps
@@ -154,6 +152,13 @@ class StepLoop(_TrainingEpochLoop):
                 self.scheduler_progress.increment_ready()
                 module.lr_scheduler_step(config.scheduler, None)
                 self.scheduler_progress.increment_completed()
+
+    def _log_metrics(self, log_metrics: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Shows what `self.log` was given at the step that it is of. Lightning counts that step later, and so shows it
+        one step early: where a run was killed and resumed, what is lost would stay beside what is made anew."""
+        counted, self._batches_that_stepped = self._batches_that_stepped, self.global_step
+        log_metrics(*args, **kwargs)
+        self._batches_that_stepped = counted
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Lightning asks all ranks for a signal here, with a broadcast and a host-device sync at every batch; the

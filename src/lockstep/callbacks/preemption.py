@@ -29,6 +29,7 @@ class Preemption(pl.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "checkpoints" / "last.ckpt"
+        self.ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self.due = self.interval = 1
         self.clock = time.monotonic()
 
@@ -59,8 +60,13 @@ class Preemption(pl.Callback):
         if trainer.is_global_zero:
             name = signal.Signals(ending or signal.SIGUSR1).name
             LOG.info(f"{name}: saved {self.path.name} after step {trainer.global_step}")
-        if ending:
-            raise Interrupted(ending)
+        self.ending = ending
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
+            raise Interrupted(self.ending)
 
     def _agree(self, step: int) -> None:
         now = time.monotonic()
