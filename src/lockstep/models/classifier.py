@@ -50,9 +50,9 @@ class ImageClassifier(LightningModule):
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)
         # Rows: since train_totals was last reset, since the epoch began. Columns: sum of losses, correct, samples.
         # No buffer: DDP broadcasts those from rank zero, and they belong to the weights.
-        self._totals = torch.zeros(2, 3, dtype=torch.float64)
-        self._totals_epoch = -1
-        self._counted: list[tuple[Tensor, Tensor, Tensor]] = []  # pieces that are not in the totals yet
+        self._sums = torch.zeros(2, 3, dtype=torch.float64)
+        self._sums_epoch = -1
+        self._counted: list[tuple[Tensor, Tensor, Tensor]] = []  # pieces that are not in the sums yet
         self.evaluation = Evaluation(num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,24 +92,25 @@ class ImageClassifier(LightningModule):
     def _count(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
         self._counted.append((loss, logits.argmax(1), y))
         if len(self._counted) >= min(64, MOST_COUNTED // len(y)):
-            self._add_up()
+            self._totals()
 
-    def _add_up(self) -> None:
-        if not self._counted:
-            return
-        _, found, labels = zip(*self._counted, strict=True)
-        loss = torch.stack([loss.double() * len(y) for loss, _, y in self._counted]).sum()
-        correct = (torch.cat(found) == torch.cat(labels)).sum()
-        samples = loss.new_full((), sum(map(len, labels)))
-        self._totals = self._totals.to(loss.device) + torch.stack((loss, correct, samples))
-        self._counted.clear()
+    def _totals(self) -> Tensor:
+        """The sums, with what waited; they may be written to."""
+        if self._counted:
+            _, found, labels = zip(*self._counted, strict=True)
+            loss = torch.stack([loss.double() * len(y) for loss, _, y in self._counted]).sum()
+            correct = (torch.cat(found) == torch.cat(labels)).sum()
+            samples = loss.new_full((), sum(map(len, labels)))
+            self._sums = self._sums.to(loss.device) + torch.stack((loss, correct, samples))
+            self._counted.clear()
+        return self._sums
 
     def train_totals(self, reset: bool) -> Tensor:
         """[sum of losses, correct, samples] float64 of THIS process since the last reset, on its device."""
-        self._add_up()
-        totals = self._totals[0].clone()
+        since = self._totals()[0]
+        totals = since.clone()
         if reset:
-            self._totals[0] = 0
+            since.zero_()
         return totals
 
     def _summed(self, sums: Tensor) -> Tensor:
@@ -118,26 +119,23 @@ class ImageClassifier(LightningModule):
 
     def on_train_epoch_start(self) -> None:
         # Not at the epoch's end: a checkpoint taken there, or in mid-epoch, says which epoch its totals belong to.
-        if self._totals_epoch != self.current_epoch:
-            self._add_up()
-            self._totals[1], self._totals_epoch = 0, self.current_epoch
+        if self._sums_epoch != self.current_epoch:
+            self._totals()[1], self._sums_epoch = 0, self.current_epoch
 
     def on_train_epoch_end(self) -> None:
-        self._add_up()
-        loss, correct, samples = self._summed(self._totals[1]).tolist()
+        loss, correct, samples = self._summed(self._totals()[1]).tolist()
         if samples:
             # Not to the loggers: there, the dashboard draws the means between two of its points under these names.
             self._log({"train/loss": loss / samples, "train/acc": correct / samples}, logger=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._add_up()
-        checkpoint["train_totals"] = {"epoch": self._totals_epoch, "sums": self._summed(self._totals)}
+        checkpoint["train_totals"] = {"epoch": self._sums_epoch, "sums": self._summed(self._totals())}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if saved := checkpoint.get("train_totals"):
             # The saved sums are those of all processes, however many these were: one carries them on.
-            self._totals = saved["sums"].clone() if self.global_rank == 0 else torch.zeros_like(saved["sums"])
-            self._totals_epoch = saved["epoch"]
+            self._sums = saved["sums"].clone() if self.global_rank == 0 else torch.zeros_like(saved["sums"])
+            self._sums_epoch = saved["epoch"]
             self._counted.clear()
 
     # Evaluation: counted in integers (see metrics.py), logged at its end.
