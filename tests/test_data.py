@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
+from lockstep.callbacks import Heartbeat
 from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits, Turn, image_folder, mnist, open_data
 from lockstep.data import files as file_sets
 from lockstep.data.augment import Augment
@@ -606,6 +607,18 @@ def test_lightning_predicts_in_the_order_of_samples(processes: int, samples: int
         expected = net.eval()(x)
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
     assert written == list(range(samples))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, optimizer={}, scheduler={}, total_steps=1)
+    sides = splits(arrays(9), evaluated=arrays(300, size=12))
+    beats: list[int] = []
+    monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
+    for callbacks in ((), (Heartbeat(),)):
+        assert not beats
+        found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(), seed=0))
+    assert len(beats) == len(found or []) == 3
 
 
 @pytest.mark.skipif("LOCKSTEP_TEST_DATA" not in os.environ, reason="LOCKSTEP_TEST_DATA names no folder with real data")

@@ -1,4 +1,4 @@
-"""Evaluation is progress too."""
+"""Evaluation and prediction are progress too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from lockstep.heartbeat import beat
 
 
 class Heartbeat(pl.Callback):
-    """Tells the parent at each evaluation batch that this worker is alive; the loop does so at each turn of a step."""
+    """Tells the parent at each batch of an evaluation or prediction that this worker is alive; the loop does so at each
+    turn of a step."""
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         beat(trainer.global_step)
 
     def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        beat(trainer.global_step)
+
+    def on_predict_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         beat(trainer.global_step)
