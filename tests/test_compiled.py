@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from conftest import Program, Run
 from test_config import composed
 from test_loop import Net, fit
 from torch import nn
 
-from lockstep import config
+from lockstep import config, heartbeat
 from lockstep.compiled import MODES, compile_networks, is_compiled, networks
 from lockstep.config import check
 from lockstep.layout import Refusal
@@ -98,6 +103,44 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     fit(tmp_path, plain, ours=True, pieces=2)
     for (name, one), other in zip(plain.state_dict().items(), compiled.state_dict().values(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@compiles
+def test_a_compilation_may_take_longer_than_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = np.zeros(4)
+    monkeypatch.setattr(heartbeat, "_beats", beats)
+    seen: list[float] = []
+    net = Net()
+    compile_networks(net, "default", exact=False)
+    torch._dynamo.on_compile_start(lambda _: seen.append(float(beats[0])))
+    fit(tmp_path, net, ours=True)
+    assert set(seen) == {math.inf}
+    assert math.isfinite(beats[0])
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_silence_is_noticed_where_nobody_compiles(tmp_path: Path, busy: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    with heartbeat.watching(str(tmp_path), workers=2, timeout=1, alone=False) as found:
+        together = context.Barrier(2)
+        workers = [context.Process(target=silent, args=(rank, busy and rank == 0, together)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    assert bool(found) != busy, "the one that compiles, and the one that waits for it, live"
+
+
+def silent(rank: int, busy: bool, together: Any) -> None:
+    """A worker that takes long over its first step."""
+    together.wait()
+    heartbeat.join(rank)
+    if busy:
+        heartbeat.compiling(True)
+    time.sleep(3)
+    if busy:
+        heartbeat.compiling(False)
+    heartbeat.leave()
 
 
 @compiles

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checks import show
+from lockstep.heartbeat import compiling
 from lockstep.layout import Refusal
 from lockstep.scratch import outside
 
@@ -107,6 +108,8 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
+    torch._dynamo.on_compile_start(lambda _: compiling(True))
+    torch._dynamo.on_compile_end(lambda _: compiling(False))
     options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
     for network in found:
         network.compile(options=options, dynamic=False)

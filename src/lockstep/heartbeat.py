@@ -7,6 +7,7 @@ waits for ever for one that is killed just then. That is noticed here too.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,13 @@ def beat(step: int, turn: int = 0) -> None:
     """Called by a worker at each turn of a step, and at each batch of an evaluation."""
     if _beats is not None:
         _beats[:] = (time.time(), step, turn, os.getpid())
+
+
+def compiling(begins: bool) -> None:
+    """Called by a worker when torch begins to compile, which may take longer than any step, and when it ends. Between
+    the two no silence is noticed on this machine: other workers may wait for this one."""
+    if _beats is not None:
+        _beats[0] = math.inf if begins else time.time()
 
 
 def join(rank: int) -> None:
@@ -91,9 +99,10 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
 
     parent, busy = os.getpid(), time.monotonic()
     others = _children(parent) or set()  # that are nothing to the agent
+    compiled = 0.0  # when a worker was last seen to compile
 
     def watch() -> None:
-        nonlocal busy
+        nonlocal busy, compiled
         while not done.wait(min(1.0, timeout / 4)):
             children = _children(parent)
             if not alone or children is None or children - others:
@@ -108,8 +117,10 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
             ]
             if not rows:
                 continue
+            if any(when == math.inf for _, _, _, when, _, _ in rows):
+                compiled = time.time()
             step, _, _, when, rank, pid = min(rows)
-            if time.time() - when > timeout:
+            if time.time() - max(when, compiled) > timeout:
                 found[pid] = f"rank {rank} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
                 print(found[pid], file=sys.stderr)
                 table[rank] = 0
