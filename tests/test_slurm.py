@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,15 @@ def environment(cluster: Path, restarts: int = 0) -> dict[str, str]:
     return {"PATH": path, "SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": str(restarts)}
 
 
-def terminated(program: Program, cluster: Path, *overrides: str) -> Path:
+def terminated(program: Program, cluster: Path, *overrides: str, restarts: int = 0) -> Path:
     """The folder of a run that SIGTERM ended after a checkpoint."""
-    process = program.start(*overrides, env=environment(cluster))
-    (checkpoint, *_) = wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    began = time.time()
+    process = program.start(*overrides, env=environment(cluster, restarts))
+
+    def saved() -> list[Path]:
+        return [path for path in program.outputs.rglob("last.ckpt") if path.stat().st_mtime > began]
+
+    (checkpoint, *_) = wait_for(saved, process)
     process.send_signal(signal.SIGTERM)
     run = program.finish(process, timeout=60)
     assert run.returncode == 143, str(run)
@@ -60,6 +66,29 @@ def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program,
 
     other = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=1))  # the script's next command
     assert len(other.folders) == 2, "a run of its own"
+
+
+def test_it_may_have_to_end_again_and_again(run_train: Program, cluster: Path) -> None:
+    for restarts in range(3):
+        terminated(run_train, cluster, *LONG, restarts=restarts)
+    run = run_train(*LONG, env=environment(cluster, restarts=3))
+    assert len(run.folders) == 1
+    assert run.summary["status"] == "completed"
+
+
+def test_a_sweep_goes_on_too(run_train: Program, cluster: Path, tmp_path: Path) -> None:
+    sweep = (*LONG, "-m", "seed=0,1")
+    for restarts in range(2):
+        terminated(run_train, cluster, *sweep, restarts=restarts)
+    assert (cluster / "asked").read_text() == "requeue 77\n" * 2
+    run = run_train(*sweep, env=environment(cluster, restarts=2))
+    undisturbed = Program(tmp_path / "undisturbed")(*sweep)
+    assert len(run.jobs) == 2
+    for one, other in zip(run.jobs, undisturbed.jobs, strict=True):
+        assert summary_of(one)["weights_sha256"] == summary_of(other)["weights_sha256"]
+
+    after = run_train(*JOB, "max_epochs=1", "-m", "seed=2,3", env=environment(cluster, restarts=2))
+    assert len({folder.parent for folder in after.folders}) == 2, "the script's next sweep is one of its own"
 
 
 def test_a_job_that_was_cancelled_ends(run_train: Program, cluster: Path) -> None:

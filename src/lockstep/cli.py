@@ -77,7 +77,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     except (Interrupted, KeyboardInterrupt) as interrupted:
         print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
         code = getattr(interrupted, "code", 130)
-        if code == 143 and resume.MULTIRUN.isdisjoint(sys.argv) and (told := slurm.requeue()):
+        if code == 143 and (told := slurm.requeue()):
             print(told, file=sys.stderr)
         leave(code)
     except Exception as refused:  # by Hydra, before any job: what a job raises is kept above

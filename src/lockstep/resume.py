@@ -1,6 +1,6 @@
 """`resume=`: a run goes on in its own folder, with its own config; what the command line says wins.
 
-A SLURM job that was queued again resumes by itself.
+A SLURM job that was queued again resumes by itself, a run or a sweep.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import slurm
@@ -32,9 +33,12 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         Refusal: there is nothing to resume.
     """
     wanted = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
-    if not wanted and slurm.restarted() and config_name == "train" and MULTIRUN.isdisjoint(arguments):
-        earlier = slurm.earlier_run(_runs(arguments, config_name), arguments)
-        wanted = [str(earlier)] if earlier else []
+    if not wanted and slurm.restarted() and config_name == "train":
+        runs = _runs(arguments, config_name)
+        if sweep := slurm.earlier_sweep(runs, arguments):
+            return [*(flag for flag in arguments if flag.startswith("-")), f"sweep.resume='{sweep}'"]
+        run = slurm.earlier_run(runs, arguments) if MULTIRUN.isdisjoint(arguments) else None
+        wanted = [str(run)] if run else []
     if not wanted or wanted[-1] in ("null", "None", ""):
         return list(arguments)
     given = [argument for argument in arguments if not argument.startswith("resume=")]
@@ -75,6 +79,11 @@ def key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
+def sweeps(override: str) -> bool:
+    """Whether an override lists values for several runs."""
+    return OverridesParser.create().parse_override(override).is_sweep_override()
+
+
 def _find(wanted: str, given: list[str], config_name: str) -> Path:
     """The checkpoint that `resume=` means: `last` (of the newest run of this name), a run folder, or a file."""
     if wanted == "last":
@@ -99,8 +108,9 @@ def _runs(given: Sequence[str], config_name: str) -> Path:
     """The folder of all runs of the name that a command line gives."""
     from hydra import compose, initialize_config_dir
 
+    single = [argument for argument in given if not argument.startswith("-") and not sweeps(argument)]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose(config_name, overrides=[argument for argument in given if not argument.startswith("-")])
+        config = compose(config_name, overrides=single)
     return Path(config.outputs).absolute() / str(config.name)
 
 

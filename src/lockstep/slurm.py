@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -26,14 +27,32 @@ def earlier_run(runs: Path, overrides: Sequence[str]) -> Path | None:
     found = []
     for checkpoint in runs.glob("*/checkpoints/last.ckpt"):
         folder = checkpoint.parent.parent
-        try:
-            made_by = json.loads((folder / "provenance.json").read_text()).get("slurm_job")
-            before = [str(override) for override in OmegaConf.load(folder / ".hydra" / "overrides.yaml")]
-        except (OSError, ValueError):
-            continue
-        if made_by == job() and sorted(before) == sorted(overrides):
-            found.append((checkpoint.stat().st_mtime, folder))
+        with suppress(OSError, ValueError):
+            if _ours(folder) and _plain(OmegaConf.load(folder / ".hydra" / "overrides.yaml")) == _plain(overrides):
+                found.append((checkpoint.stat().st_mtime, folder))
     return max(found)[1] if found else None
+
+
+def earlier_sweep(runs: Path, overrides: Sequence[str]) -> Path | None:
+    """The folder in `runs` of the newest sweep with the same overrides of which this job has begun a run."""
+    found = []
+    for record in runs.glob("sweeps/*/multirun.yaml"):
+        with suppress(OSError, ValueError, AttributeError):
+            same = _plain(OmegaConf.load(record).hydra.overrides.task) == _plain(overrides)
+            if same and any(_ours(made.parent) for made in record.parent.glob("*/provenance.json")):
+                found.append((record.stat().st_mtime, record.parent))
+    return max(found)[1] if found else None
+
+
+def _ours(folder: Path) -> bool:
+    return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == job())
+
+
+def _plain(overrides: Iterable[object]) -> list[str]:
+    """Overrides in order, without flags, what Hydra keeps to itself, and what an earlier start of the job went on
+    from."""
+    left = (str(override) for override in overrides)
+    return sorted(text for text in left if not text.startswith(("-", "hydra.", "resume=", "sweep.resume=")))
 
 
 def requeue() -> str | None:

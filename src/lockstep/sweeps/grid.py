@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import resume
 from lockstep.config import gpu_count
 from lockstep.layout import Refusal
-from lockstep.resume import key
+from lockstep.resume import key, sweeps
 from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
@@ -52,17 +51,13 @@ def arguments(given: Sequence[str]) -> list[str]:
     kept = {key(argument): argument for argument in [*of_hydra, *before]}
     for argument in now:
         changed = kept.get(key(argument), argument)
-        if _sweeps(argument) or _sweeps(changed):
+        if sweeps(argument) or sweeps(changed):
             raise Refusal(f"{argument}: {RESUME} runs the sweep's own jobs, which were given as {changed}")
         kept[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
     return [*flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
-
-
-def _sweeps(override: str) -> bool:
-    return OverridesParser.create().parse_override(override).is_sweep_override()
 
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:
