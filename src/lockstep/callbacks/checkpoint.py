@@ -181,7 +181,7 @@ class Checkpoint(LightningCheckpoint):
         if self._best_step != trainer.global_step:  # else it is the very checkpoint that we resumed from
             source = source.with_name("best.ckpt")
         best = self.folder / "best.ckpt"
-        if source.exists() and not (best.exists() and source.samefile(best)):
+        if source.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             same_file(source, best)
         if not best.exists():
