@@ -374,6 +374,15 @@ def test_every_so_many_steps_and_validation_inside_an_epoch(tmp_path: Path) -> N
     assert step_of(callback.best_path) == 12
 
 
+def test_the_best_are_weights_that_were_validated(tmp_path: Path) -> None:
+    """Not those of the epoch's end that came after it, under the score that Lightning still shows."""
+    callback = Checkpoint()
+    options = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    trainer_with(tmp_path, callback, epochs=2, **options).fit(Plain(), **loaders())
+    assert callback.best_score == 0.75  # at step 10; epochs end at 6 and 12
+    assert step_of(callback.best_path) == 10
+
+
 def test_a_monitor_that_nothing_logs_is_refused_with_what_is_logged(tmp_path: Path) -> None:
     callback = Checkpoint(monitor="val/accuracy")
     with pytest.raises(Refusal, match=r"val/accuracy: nothing logs it; logged: .*val/acc, val/loss"):

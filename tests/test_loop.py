@@ -195,6 +195,28 @@ def counted(line: str) -> str:
     return f"{int(step) + 1} {said}" if "val/" in said else line
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"val_check_interval": 100}, [6]),
+        ({"val_check_interval": 4}, [4, 6]),
+        ({"val_check_interval": 3}, [3, 6]),
+        ({"val_check_interval": 100, "max_steps": 4}, [4]),  # in the middle of an epoch
+        ({"val_check_interval": 100, "limit_val_batches": 0}, []),
+    ],
+)
+def test_counted_in_steps_validation_comes_after_the_last_one_too(
+    tmp_path: Path, options: dict[str, Any], expected: list[int]
+) -> None:
+    def validated(ours: bool) -> list[int]:
+        _, calls = fit(tmp_path, Net(), ours, check_val_every_n_epoch=None, **options)
+        return [int(call.split()[1]) for call in calls if call.startswith("on_validation_start ")]
+
+    assert validated(ours=True) == expected
+    every = options["val_check_interval"]
+    assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
+
+
 class ByEpoch(Net):
     """Its learning rate falls with epochs, its batches have no number, and its loss comes in a dict."""
 

@@ -141,13 +141,17 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
         assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
 
 
-@pytest.mark.parametrize("steps", [12, 15])
-def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path, steps: int) -> None:
-    job = (*JOB, "scheduler=constant", "max_epochs=3")
+@pytest.mark.parametrize(("steps", "val_every"), [(12, "null"), (15, "null"), (15, 1000)])
+def test_an_epoch_that_max_steps_ended_or_cut_short(
+    run_train: Program, tmp_path: Path, steps: int, val_every: str | int
+) -> None:
+    job = (*JOB, "scheduler=constant", "max_epochs=3", f"val_every={val_every}")
     undisturbed = Program(tmp_path / "undisturbed")(*job, "max_steps=36")
     assert undisturbed.summary["steps"] == 36, "three epochs of 12"
     run = run_train(*job, f"max_steps={steps}")
     assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
+    assert "val/acc" in run.summary["metrics"]
+    assert (run.folder / "checkpoints" / "best.ckpt").exists()
     same_end(run_train(f"resume={run.folder}", "max_steps=36"), undisturbed)
 
 
@@ -167,10 +171,17 @@ cli.command(train, "train")
 """
 
 
-@pytest.mark.parametrize(("hook", "step"), [("on_validation_start", 12), ("on_train_end", 24)])
-def test_cut_between_a_step_and_what_follows_it(tmp_path: Path, hook: str, step: int) -> None:
-    """The epoch's end is not left out, and where nothing is left to train its metrics are still told."""
-    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
+@pytest.mark.parametrize(
+    ("hook", "step", "more"),
+    [
+        ("on_validation_start", 12, ()),
+        ("on_validation_start", 21, ("val_every=1000", "max_steps=21")),
+        ("on_train_end", 24, ()),
+    ],
+)
+def test_cut_between_a_step_and_what_follows_it(tmp_path: Path, hook: str, step: int, more: tuple[str, ...]) -> None:
+    """Validation is not left out, and where nothing is left to train its metrics are still told."""
+    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none", *more)
     undisturbed, program = Program(tmp_path / "undisturbed")(*options), Program(tmp_path / "cut")
     command = [sys.executable, "-c", CUT, *options, f"outputs={program.outputs}"]
     environment = os.environ | {"CUT": str(step), "HOOK": hook}

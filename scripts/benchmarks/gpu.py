@@ -22,7 +22,7 @@ GPU_CASES = [
     for model, data in (("mnist_cnn", SMALL), ("resnet18", COLOURED))
     for batch, steps, samples in ((128, 100, 102_400), (1024, 20, 143_360))
 ]
-TRAIN = ("val_every=1000000", "checkpoint_every=null")  # the bare loops don't validate
+TRAIN = ("+debug.trainer.limit_val_batches=0", "checkpoint_every=null")  # the bare loops don't validate
 BF16 = "precision=bf16-mixed"
 TUNED = (BF16, "+optimizer.fused=true", "+debug.trainer.benchmark=true")
 # What is switched on, or off, against train.py's defaults on a GPU, which are channels_last and resident data.

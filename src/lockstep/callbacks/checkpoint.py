@@ -59,7 +59,7 @@ class Checkpoint(LightningCheckpoint):
         self.seconds = 0.0
         self._best_step = -1
         self._begun = False
-        self._validated = False
+        self._validated = -1  # the step after which it was done last
         self._due = False
 
     @property
@@ -109,7 +109,7 @@ class Checkpoint(LightningCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self._validated = True
+        self._validated = trainer.global_step
         # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return
@@ -121,8 +121,9 @@ class Checkpoint(LightningCheckpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._check_monitor(trainer)
-        improved = self._improved(trainer)
-        self._validated = False
+        # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
+        told = self._validated == trainer.global_step or not self._by_validation
+        improved = told and self._improved(trainer)
         self.save(trainer)
         if improved:
             self._publish_best(trainer)
@@ -144,9 +145,14 @@ class Checkpoint(LightningCheckpoint):
 
     # --- the best ---
 
+    @property
+    def _by_validation(self) -> bool:
+        """Whether it is validation that logs the monitored metric, by its name: `val/acc`, or `val_acc`."""
+        return self.monitor is not None and self.monitor.startswith("val")
+
     def _check_monitor(self, trainer: Trainer) -> None:
         names = sorted(trainer.callback_metrics)
-        expected = self._validated or (self.monitor is not None and not self.monitor.startswith("val/"))
+        expected = self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
             logged = ", ".join(names) or "nothing"
             raise Refusal(f"callbacks.checkpoint.monitor={self.monitor}: nothing logs it; logged: {logged}")
@@ -199,4 +205,5 @@ def validates(trainer: Trainer) -> bool:
     if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return True
     inside = trainer.check_val_every_n_epoch is None and trainer.enable_validation
-    return inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    last = trainer.global_step == trainer.max_steps
+    return inside and (last or trainer.global_step % int(trainer.val_check_batch or 1) == 0)
