@@ -133,11 +133,8 @@ class StepLoop(_TrainingEpochLoop):
         return super()._should_check_val_epoch() if self._validates is None else self._validates
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Where validation is counted in steps, the run's last one has it too: what a run ends with is judged."""
-        if super()._should_check_val_fx(data_fetcher):
-            return True
-        in_steps = self.trainer.check_val_every_n_epoch is None and self._should_check_val_epoch()
-        return in_steps and self._is_last_step()
+        """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
+        return super()._should_check_val_fx(data_fetcher) or (self._should_check_val_epoch() and self._is_last_step())
 
     def _is_last_step(self) -> bool:
         """Whether the step just taken is the run's last."""

@@ -204,6 +204,9 @@ def validates(trainer: Trainer) -> bool:
     one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
     if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return True
-    inside = trainer.check_val_every_n_epoch is None and trainer.enable_validation
-    last = trainer.global_step == trainer.max_steps
-    return inside and (last or trainer.global_step % int(trainer.val_check_batch or 1) == 0)
+    if not trainer.enable_validation:
+        return False
+    inside = trainer.check_val_every_n_epoch is None
+    return trainer.global_step == trainer.max_steps or (
+        inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    )
