@@ -134,7 +134,9 @@ class StepLoop(_TrainingEpochLoop):
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
-        return super()._should_check_val_fx(data_fetcher) or (self._should_check_val_epoch() and is_last_step(self.trainer))
+        return super()._should_check_val_fx(data_fetcher) or (
+            self._should_check_val_epoch() and is_last_step(self.trainer)
+        )
 
     def _schedule(self) -> None:
         """Learning rates of the next step; an epoch's last step also moves what counts in epochs."""
