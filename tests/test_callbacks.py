@@ -262,6 +262,20 @@ def test_a_full_disk_leaves_the_old_file_whole(saved: Path) -> None:
     assert os.listdir(saved.parent) == ["last.ckpt"]
 
 
+def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Path) -> None:
+    best, writer = saved.with_name("best.ckpt"), AtomicCheckpointIO()
+    best.write_bytes(b"the best before")
+    writer.save_checkpoint({**plain(), "lockstep": print}, saved)  # code, which is not saved
+    writer.then(atomic.same_file, saved, best)
+    with pytest.raises(CheckpointError, match="not saved"):
+        writer.wait()
+    assert best.read_bytes() == b"the best before"
+    writer.save_checkpoint(plain(2.0), saved)
+    writer.then(atomic.same_file, saved, best)
+    writer.teardown()
+    assert best.samefile(saved)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file/last\.ckpt"):
@@ -297,6 +311,8 @@ def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.Mon
     last.write_text("one")
     atomic.same_file(last, best)
     assert last.samefile(best)
+    atomic.same_file(last, best)
+    assert sorted(os.listdir(tmp_path)) == ["best", "last"], "nothing beside them"
     with atomic.replacing(last) as file:
         file.write(b"two")
     assert (last.read_text(), best.read_text()) == ("two", "one")

@@ -147,6 +147,8 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run) -> None:
 
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
     assert {"confusion/val", "confusion/test"} <= set(board.tags["images"])
+    drawn = [event.step for event in board.events.Images("confusion/val")]
+    assert drawn == [6, 12, 18], "the first validation and the last, of both lives"
     assert board.image("confusion/test").shape[2] == 3
     classes = [board.curve(f"test_class/{name}")[-1][1] for name in range(3)]
     curves = [board.tensor(f"pr_test/{name}") for name in range(3)]

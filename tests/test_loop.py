@@ -162,8 +162,8 @@ def weights(module: nn.Module) -> torch.Tensor:
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"gradient_clip_val": 0.1},
-    {"val_check_interval": 2},
-    {"max_steps": 4},
+    {"val_check_interval": 2, "max_steps": 5},
+    {"max_steps": 4, "limit_val_batches": 0},  # else ours alone has a validation there
     {"check_val_every_n_epoch": 2},
     {"limit_train_batches": 2},
 ]
@@ -202,14 +202,13 @@ def counted(line: str) -> str:
         ({"val_check_interval": 4}, [4, 6]),
         ({"val_check_interval": 3}, [3, 6]),
         ({"val_check_interval": 100, "max_steps": 4}, [4]),  # in the middle of an epoch
+        ({"val_check_interval": 3, "max_steps": 4, "check_val_every_n_epoch": 1}, [3, 4]),
         ({"val_check_interval": 100, "limit_val_batches": 0}, []),
     ],
 )
-def test_counted_in_steps_validation_comes_after_the_last_one_too(
-    tmp_path: Path, options: dict[str, Any], expected: list[int]
-) -> None:
+def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
     def validated(ours: bool) -> list[int]:
-        _, calls = fit(tmp_path, Net(), ours, check_val_every_n_epoch=None, **options)
+        _, calls = fit(tmp_path, Net(), ours, **{"check_val_every_n_epoch": None, **options})
         return [int(call.split()[1]) for call in calls if call.startswith("on_validation_start ")]
 
     assert validated(ours=True) == expected

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, Program, Run, ended, summary_of, wait_for, workers_of
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
@@ -82,12 +83,14 @@ def same_end(run: Run, undisturbed: Run) -> None:
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: (step, value) of every curve that does not tell the time."""
+    """What TensorBoard's server shows of a run: (step, value) of every curve."""
     found = {}
     for place in (folder / "tensorboard", folder / "tensorboard" / "by_samples"):
-        events = EventAccumulator(str(place), size_guidance={"scalars": 0}).Reload()
-        for tag in events.Tags()["scalars"]:
-            found[f"{place.name}: {tag}"] = [(event.step, event.value) for event in events.Scalars(tag)]
+        events = EventAccumulator(str(place), size_guidance={"tensors": 0})
+        events.Reload()
+        for tag in events.PluginTagToContent("scalars"):
+            curve = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(tag)]
+            found[f"{place.name}: {tag}"] = curve
     return found
 
 

@@ -182,4 +182,6 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
         "0.25 (job 1)",
     ]
     assert said[4] == "job 3 failed: no luck"
+    progress.ended(Job(4, Path(), []), {"status": "completed", "metrics": {"val/acc": 0.5, "test/acc": 0.5}})
+    assert "| no val/loss to choose by; validation logged: val/acc |" in capsys.readouterr().err
     assert [duration(seconds) for seconds in (3, 400, 9000)] == ["3 s", "7 min", "2.5 h"]

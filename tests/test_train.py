@@ -84,6 +84,13 @@ def test_rank_zero_speaks_alone(ddp: Run) -> None:
         assert line in (ddp.folder / "train.log").read_text()
 
 
+@pytest.mark.parametrize("when", ["max_steps=3", "val_every=1000"])
+def test_a_run_ends_with_a_validation(run_train: Program, when: str) -> None:
+    run = run_train(*SHORT, when)
+    assert run.summary["metrics"]["val/count"] == 20
+    assert checkpoint(run.folder, "best")["global_step"] == run.summary["steps"]
+
+
 def test_sweep_of_layouts(run_train: Program) -> None:
     before = dict(os.environ)
     run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")

@@ -40,6 +40,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 def same_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Make `path` the file that `source` is now: a hard link, or a copy where the file system has no links."""
     path = Path(path)
+    if path.exists() and path.samefile(source):
+        return  # renaming one name of a file to another does nothing, and would leave the temporary
     temporary = _beside(path)
     temporary.unlink(missing_ok=True)
     try:

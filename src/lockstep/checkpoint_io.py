@@ -96,9 +96,10 @@ class AtomicCheckpointIO(CheckpointIO):
         self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
-        """Does something after what is being written."""
+        """Does something after what is being written, if that goes well."""
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
-        self._pending.append(self._writer.submit(task, *args))
+        before = self._pending[-1] if self._pending else None
+        self._pending.append(self._writer.submit(_after, before, task, *args))
 
     def wait(self) -> None:
         """Returns when all is on the disk.
@@ -123,6 +124,12 @@ class AtomicCheckpointIO(CheckpointIO):
             self._writer.shutdown()
             self._writer = None
         self.wait()
+
+
+def _after(before: Future[None] | None, task: Callable[..., None], *args: Any) -> None:
+    if before is not None:
+        before.result()
+    task(*args)
 
 
 def _copy(tensor: Tensor) -> Tensor:

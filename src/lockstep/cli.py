@@ -142,11 +142,14 @@ def line(error: BaseException, config_name: str) -> str:
 
 
 def _near(key: str, config_name: str) -> str:
-    """The known keys nearest to an unknown one, in the group that it names."""
+    """Where an unknown key's name is known, or what is near it: in the group that it names, or on the front page."""
     *groups, name = key.split(".")
-    if not groups:
-        return unknown(name, _keys([ROOT / "conf" / f"{config_name}.yaml"]))
-    return unknown(name, _keys((ROOT / "conf" / groups[0]).glob("*.yaml"), *groups[1:]))
+    front = _keys([ROOT / "conf" / f"{config_name}.yaml"])
+    files = sorted((ROOT / "conf" / groups[0]).glob("*.yaml")) if groups else []
+    if having := [file.stem for file in files if name in _keys([file], *groups[1:])]:
+        return f"{groups[0]}={' or '.join(having)} has it"
+    known = _keys(files, *groups[1:])
+    return unknown(name, front if name in front or not known else known)
 
 
 def _keys(files: Iterable[Path], *groups: str) -> list[str]:

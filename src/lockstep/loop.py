@@ -131,16 +131,10 @@ class StepLoop(_TrainingEpochLoop):
         return super()._should_check_val_epoch() if self._validates is None else self._validates
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-        """Where validation is counted in steps, the run's last one has it too: what a run ends with is judged."""
-        if super()._should_check_val_fx(data_fetcher):
-            return True
-        in_steps = self.trainer.check_val_every_n_epoch is None and self._should_check_val_epoch()
-        return in_steps and self._is_last_step()
-
-    def _is_last_step(self) -> bool:
-        """Whether the step just taken is the run's last."""
-        last_epoch = self.trainer.current_epoch + 1 == self.trainer.max_epochs
-        return self.global_step == self.max_steps or (last_epoch and self._num_ready_batches_reached())
+        """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
+        return super()._should_check_val_fx(data_fetcher) or (
+            self._should_check_val_epoch() and is_last_step(self.trainer)
+        )
 
     def _schedule(self) -> None:
         """Learning rates of the next step; an epoch's last step also moves what counts in epochs."""
@@ -163,6 +157,12 @@ class StepLoop(_TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
         """Lightning asks all ranks for a signal here, with a broadcast and a host-device sync at every batch; the
         Preemption callback does it about once a second."""
+
+
+def is_last_step(trainer: pl.Trainer) -> bool:
+    """Whether the step just taken is the run's last."""
+    last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
+    return trainer.global_step == trainer.max_steps or (last_epoch and trainer.is_last_batch)
 
 
 def _nothing() -> None:

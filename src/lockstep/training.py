@@ -98,8 +98,9 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
     name = config.logger.get("name", "none")
     if name == "tensorboard":
-        purge = step + 1 if step else None  # hides what a killed run logged after its last checkpoint
-        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=purge)]
+        # Hides what a killed run logged after its last checkpoint. At the first start too: of the starts that it finds,
+        # TensorBoard takes only those after the first for a restart.
+        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1)]
     if name == "csv":
         return [CSVLogger(folder, name="", version="csv")]
     return []

@@ -187,7 +187,7 @@ class Checkpoint(LightningCheckpoint):
         if self._best_step != trainer.global_step:  # else it is the very checkpoint that we resumed from
             source = source.with_name("best.ckpt")
         best = self.folder / "best.ckpt"
-        if source.exists() and not (best.exists() and source.samefile(best)):
+        if source.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             same_file(source, best)
         if not best.exists():
@@ -204,6 +204,9 @@ def validates(trainer: Trainer) -> bool:
     one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
     if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         return True
-    inside = trainer.check_val_every_n_epoch is None and trainer.enable_validation
-    last = trainer.global_step == trainer.max_steps
-    return inside and (last or trainer.global_step % int(trainer.val_check_batch or 1) == 0)
+    if not trainer.enable_validation:
+        return False
+    inside = trainer.check_val_every_n_epoch is None
+    return trainer.global_step == trainer.max_steps or (
+        inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    )

@@ -66,7 +66,7 @@ class Dashboard(Callback):
                 first_page.write_row(board.log_dir, self.config, {}, trainer.global_step)
             # In a folder of its own: what a resumed run purges after a step must not be measured in samples.
             seen = self._meter.samples_seen
-            self._by_samples.append(SummaryWriter(f"{board.log_dir}/by_samples", purge_step=seen + 1 if seen else None))
+            self._by_samples.append(SummaryWriter(f"{board.log_dir}/by_samples", purge_step=seen + 1))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):

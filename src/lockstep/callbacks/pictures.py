@@ -14,13 +14,14 @@ from lockstep.callbacks.throughput import aside
 from lockstep.callbacks.verdicts import THRESHOLDS, Verdicts, curve
 from lockstep.checks import real, whole
 from lockstep.data import Spec
+from lockstep.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_CURVES = 20  # precision-recall curves; above, only the one over all classes
 
 
 class Pictures(Callback):
-    """Draws on TensorBoard after the test, and after a validation now and then.
+    """Draws on TensorBoard after the test, after the run's last validation, and after others now and then.
 
     It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
     gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
@@ -41,7 +42,9 @@ class Pictures(Callback):
     # --- listening ---
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking and boards(trainer) and trainer.strategy.broadcast(self.pace.due):
+        if trainer.sanity_checking or not boards(trainer):
+            return
+        if is_last_step(trainer) or trainer.strategy.broadcast(self.pace.due):
             self._listen(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
