@@ -7,37 +7,59 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.players import OPPONENTS, Row, play, row
+from benchmarks.steps import CASES, COLOURED, SMALL, distance, make_task
 
 PIECES = 8
 CUT, EXACT = 1.03, {"mnist_cnn": 1.05, "resnet18": 1.10}  # goals
-DATA = {
-    "mnist_cnn": ("data.samples=20000",),
-    "resnet18": ("data.samples=5000", "data.channels=3", "data.image_size=32"),
+SIZES = {  # models: steps of a block, of which the first don't count; rounds
+    "mnist_cnn": (20, 2, 6),
+    "resnet18": (3, 1, 3),
 }
 BATCH = {"mnist_cnn": 256, "resnet18": 128}
-SIZES = {"mnist_cnn": (20, 2, 6), "resnet18": (3, 1, 3)}  # steps of a block, of which the first don't count; rounds
+DATA = {"mnist_cnn": SMALL, "resnet18": COLOURED | {"samples": 5000}}
 
 
 def measure(model: str, folder: Path) -> list[Row]:
-    """Goal 5 for a model: one device, then ddp on two; one thread a worker."""
-    rows: list[Row] = []
-    for layout in (["devices=1"], ["strategy=ddp", "devices=2"]):
-        base = [str(OPPONENTS / "lockstep_train.py"), f"model={model}", "data=synthetic", *DATA[model], *layout]
-        base += [f"batch_size={BATCH[model]}", "threads=1", "lr=0.01", f"outputs={folder}/runs"]
-        commands = {"pieces": [[*base, f"pieces={PIECES}"]], "exact": [[*base, f"pieces={PIECES}", "exact=true"]]}
-        alone = layout == ["devices=1"]
-        if alone:
-            commands["whole"] = [base]
-        steps, skip, rounds = SIZES[model]
-        found = play(commands, rounds, steps, skip=skip, folder=folder)
-        what = f"{model}, batch {BATCH[model]}, {'one device' if alone else 'ddp on 2'}, {PIECES} pieces"
-        if alone:
-            goal = CUT if model == "resnet18" else None
-            rows.append(row(f"{what}: against one piece", found["pieces"].blocks, found["whole"].blocks, goal))
-        rows.append(
-            row(f"{what}: exact=true against false", found["exact"].blocks, found["pieces"].blocks, EXACT[model])
-        )
-    return rows
+    """Goal 5 for a model: one device, beside it the loop with every lever, then ddp on two; one thread a worker.
+
+    Raises:
+        RuntimeError: the loop does not compute the same.
+    """
+    steps, skip, rounds = SIZES[model]
+    case = replace(CASES[model], batch=BATCH[model], data=DATA[model])
+    task, ours = make_task(case, steps * (rounds + 1), folder)
+    bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task), "--levers"]
+    cut = [*ours, f"pieces={PIECES}"]
+    found = play(
+        {
+            "whole": [ours],
+            "pieces": [cut],
+            "exact": [[*cut, "exact=true"]],
+            "bare, whole": [bare],
+            "bare, pieces": [[*bare, "--pieces", str(PIECES)]],
+        },
+        rounds,
+        steps,
+        skip=skip,
+        save_at=case.save_at,
+        warm_up=False,
+        folder=folder,
+    )
+    apart = distance(task, found["bare, pieces"].weights, found["pieces"].weights)
+    if not apart <= case.apart[0]:
+        raise RuntimeError(f"{model}: after {case.save_at} steps the weights are {apart:.1%} of their way off")
+    blocks = {side: outcome.blocks for side, outcome in found.items()}
+    what, goal = f"{model}, batch {BATCH[model]}, one device, {PIECES} pieces", CUT if model == "resnet18" else None
+    rows = [
+        row(f"{what}: against one piece", blocks["pieces"], blocks["whole"], goal),
+        row(f"{what}: the same of the loop with every lever", blocks["bare, pieces"], blocks["bare, whole"], None),
+        row(f"{what}: against that loop", blocks["pieces"], blocks["bare, pieces"], None, check=f"{apart:.1e} apart"),
+        row(f"{what}: exact=true against false", blocks["exact"], blocks["pieces"], EXACT[model]),
+    ]
+    cut += ["strategy=ddp", "devices=2"]
+    found = play({"pieces": [cut], "exact": [[*cut, "exact=true"]]}, rounds, steps, skip=skip, folder=folder)
+    what = f"{model}, batch {BATCH[model]}, ddp on 2, {PIECES} pieces: exact=true against false"
+    return [*rows, row(what, found["exact"].blocks, found["pieces"].blocks, EXACT[model])]
 
 
 def collectives(folder: Path) -> Row:
@@ -59,7 +81,8 @@ def _count(pieces: int, folder: Path) -> float:
     from lockstep.launch import has_computed, launch
     from lockstep.library import compose
 
-    asked = ["model=resnet18", "data=synthetic", *DATA["resnet18"], "strategy=ddp", "devices=2", "batch_size=16"]
+    data = [f"data.{key}={value}" for key, value in DATA["resnet18"].items()]
+    asked = ["model=resnet18", "data=synthetic", *data, "strategy=ddp", "devices=2", "batch_size=16"]
     asked += [f"pieces={pieces}", "threads=1", "max_steps=6", "callbacks=none", "logger=none"]
     config = check(compose(*asked))
     splits = open_data(config.data, config.data_dir, config.seed)

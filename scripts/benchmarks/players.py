@@ -95,17 +95,21 @@ def play(
     skip: int = 2,
     save_at: int = 0,
     threads: int = 1,
+    warm_up: bool = True,
+    heats: Sequence[Sequence[str]] = (),
     folder: Path,
 ) -> dict[str, Outcome]:
     """Blocks of every player, interleaved: each round each has one, in another order.
 
     Args:
         commands: arguments to Python, by player; a player of several programs runs them at once.
-        rounds: counted ones of a game; one more goes before them.
+        rounds: counted ones of a game.
         steps: of a block.
         games: times that all is started anew, since where a process's memory happens to lie moves its speed.
         skip: first steps of a block that don't count, since caches are cold after the others' turns.
         threads: OMP_NUM_THREADS.
+        warm_up: one round more, before those that count.
+        heats: groups of players of which only the fastest plays on after the warm-up; the others have no outcome.
     """
     found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
     order = random.Random(0)
@@ -117,14 +121,21 @@ def play(
                 players += [Player(name, command, steps, skip, outcome.weights, save_at, threads) for command in team]
             for player in players:
                 player.answer()
-            for number in range(rounds + 1):
-                for name in order.sample(list(commands), len(commands)):
+            for number in range(-warm_up, rounds):
+                took = {}
+                for name in order.sample(list(found), len(found)):
                     team_now = [player for player in players if player.name == name]
                     for player in team_now:
                         player.go()
                     told = [player.answer() for player in team_now]
-                    if number:
-                        found[name].blocks.append(max(sum(answer["seconds"][skip:]) for answer in told))
+                    took[name] = max(sum(answer["seconds"][skip:]) for answer in told)
+                if number >= 0:
+                    for name, seconds in took.items():
+                        found[name].blocks.append(seconds)
+                    continue
+                for heat in heats:
+                    for slower in set(heat) - {min(heat, key=took.__getitem__)}:
+                        found.pop(slower, None)
         finally:
             for player in players:
                 player.end()

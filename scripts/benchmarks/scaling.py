@@ -18,11 +18,12 @@ class Case:
     steps: int  # of a block
     skip: int
     rounds: int
+    warm_up: bool  # a round more, which does not count
 
 
 CASES = {
-    "mnist_cnn": Case(("data.samples=20000",), 20, 2, 8),
-    "resnet18": Case(("data.samples=10000", "data.channels=3", "data.image_size=32"), 3, 1, 2),
+    "mnist_cnn": Case(("data.samples=20000",), 20, 2, 8, True),
+    "resnet18": Case(("data.samples=10000", "data.channels=3", "data.image_size=32"), 3, 1, 2, False),
 }
 BATCH = 256
 
@@ -42,6 +43,7 @@ def measure(model: str, folder: Path) -> list[Row]:
         case.rounds,
         case.steps,
         skip=case.skip,
+        warm_up=case.warm_up,
         folder=folder,
     )
     one, ddp, apart = (found[side].blocks for side in ("one", "ddp", "apart"))

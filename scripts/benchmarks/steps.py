@@ -21,6 +21,7 @@ class Case:
     steps: int  # of a block
     games: int
     rounds: int  # of each game
+    warm_up: bool  # a round more, which does not count
     save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
     goals: tuple[float, float, float]
     apart: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
@@ -29,8 +30,8 @@ class Case:
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 CASES = {
-    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 3, 4, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
-    "resnet18": Case("resnet18", 32, COLOURED, 6, 1, 4, 2, (0.92, 1.01, 0.62), (5e-2, 0.5)),
+    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 3, 4, True, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
+    "resnet18": Case("resnet18", 32, COLOURED, 6, 1, 4, False, 2, (0.92, 1.01, 0.62), (5e-2, 0.5)),
 }
 
 
@@ -56,6 +57,7 @@ def measure(name: str, folder: Path) -> list[Row]:
         case.steps,
         games=case.games,
         save_at=case.save_at,
+        warm_up=case.warm_up,
         folder=folder,
     )
     apart = {side: distance(task, found["plain"].weights, found[side].weights) for side in found}

@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", help="a mode of torch.compile")
+    parser.add_argument("--pieces", type=int, default=1, help="that gradients are accumulated over")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.levers:
@@ -81,9 +82,10 @@ def main() -> None:
         x = images.index_select(0, index) if options.levers else images[index]
         x, y = x.to(device), labels[index].to(device)
         optimizer.zero_grad()
-        with autocast:
-            loss = cross_entropy(net(x), y)
-        loss.backward()
+        for part, target in zip(x.chunk(options.pieces), y.chunk(options.pieces), strict=True):
+            with autocast:
+                loss = cross_entropy(net(part), target)
+            (loss if options.pieces == 1 else loss * (len(part) / len(x))).backward()
         optimizer.step()
         if step % 50 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)

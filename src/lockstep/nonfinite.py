@@ -52,7 +52,8 @@ class Watch:
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
             self._asked = *_on_its_way(finite), share, losses
             return
-        if math.isfinite(sum(torch.stack([g.sum() for g in gradients]).tolist())):
+        sums = [g.sum() for g in gradients]
+        if math.isfinite(sum(torch.stack(sums).tolist() if sums[0].is_cuda else [each.item() for each in sums])):
             return
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if not names:  # only the sum overflowed

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, Subset, get_worker_info
 
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import fetch
+from lockstep.data.datasets import ArrayDataset, fetch
+from lockstep.data.resident import Resident, base
 from lockstep.data.share import Share, Turn
 from lockstep.layout import Layout
 from lockstep.plan import Plan, chunks, cuts
 
 At = tuple[int, int]
 Cut = tuple[int, int, int]
+GATHERED = 1 << 20  # bytes of images that are gathered at once, of a set in memory
 
 
 class StepSampler(Sampler[Any]):
@@ -54,7 +56,11 @@ class Loader(DataLoader[Any]):
 
 
 class StepDataset:
-    """A training set whose items are one process's shares of optimizer steps."""
+    """A training set whose items are one process's shares of optimizer steps.
+
+    Of a set in memory, the samples of several steps are gathered at once: between two steps all caches are cold, and
+    getting there takes longer than gathering.
+    """
 
     def __init__(self, dataset: Any, plan: Plan, layout: Layout, process: int, augment: Augment) -> None:
         self.dataset = dataset
@@ -62,31 +68,56 @@ class StepDataset:
         self.layout = layout
         self.process = process
         self.augment = augment
+        self._fetched: dict[Cut, Share] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, at: Cut) -> Share:
-        epoch, index, cut = at
+        if at not in self._fetched:
+            self._fetched = self._fetch(*at)
+        return self._fetched.pop(at)
+
+    def _fetch(self, epoch: int, index: int, cut: int) -> dict[Cut, Share]:
+        """The share of step `index`, and those of the steps after it that are gathered with it."""
+        store = base(self.dataset)
+        alone = get_worker_info() is None  # loader processes may be many, each has its own memory, and nobody waits
+        held = alone and type(store) in (ArrayDataset, Resident)
+        step_bytes = store.images[0].nbytes * -(-self.layout.batch_size // self.layout.processes) if held else GATHERED
+        last = min(index + max(1, GATHERED // step_bytes), self.plan.steps_per_epoch)
+        shares = {(epoch, step, cut): self._share(epoch, step, cut) for step in range(index, last)}
+        turns = [turn for share in shares.values() for turn in share.turns]
+        if not turns:
+            return shares
+        seed, sizes = self.plan.seed, [len(turn.ids) for turn in turns]
+        ids = np.concatenate([turn.ids for turn in turns])
+        if held:
+            batches: Any = zip(*(part.split(sizes) for part in fetch(self.dataset, ids)), strict=True)
+        else:
+            batches = (fetch(self.dataset, turn.ids, seed, epoch) for turn in turns)
+        if alone:
+            table = _draws(self.augment, seed, epoch, self.plan.samples)
+            draws = None if table is None else table[ids]
+        else:
+            draws = self.augment.draws(seed, epoch, ids)
+        for turn, batch, own in zip(
+            turns, batches, [None] * len(turns) if draws is None else draws.split(sizes), strict=True
+        ):
+            turn.batch, turn.draws = batch, own
+        return shares
+
+    def _share(self, epoch: int, index: int, cut: int) -> Share:
+        """Who computes which samples of a step; they are still to be fetched."""
         ids = self.plan.step(epoch, index)
         layout = self.layout if cut == self.layout.pieces else replace(self.layout, pieces=cut)
         mine, pieces, everyone = _share(layout, self.process, len(ids))
-        turns = [
-            self._turn(epoch, np.concatenate([ids[start:stop] for _, _, start, stop in turn]), turn) for turn in mine
-        ]
+        turns = []
+        for turn in mine:
+            devices, numbers, starts, stops = zip(*turn, strict=True)
+            spans = list(zip(starts, stops, strict=True))
+            own = np.concatenate([ids[start:stop] for start, stop in spans])
+            turns.append(Turn(None, own, None, devices, numbers, tuple(stop - start for start, stop in spans)))
         return Share(turns, len(ids), pieces, epoch, epoch * self.plan.steps_per_epoch + index, everyone, cut)
-
-    def _turn(self, epoch: int, ids: Any, turn: list[tuple[int, int, int, int]]) -> Turn:
-        seed = self.plan.seed
-        devices, pieces, starts, stops = zip(*turn, strict=True)
-        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        batch = fetch(self.dataset, ids, seed, epoch)
-        if get_worker_info() is None:
-            draws = _draws(self.augment, seed, epoch, self.plan.samples)
-            draws = None if draws is None else draws[ids]
-        else:  # there may be many, each with its own memory, and nobody waits for them
-            draws = self.augment.draws(seed, epoch, ids)
-        return Turn(batch, ids, draws, devices, pieces, sizes)
 
 
 @lru_cache(maxsize=2)
