@@ -29,10 +29,11 @@ from rich.console import Console
 
 from lockstep import cli
 from lockstep.checks import real, whole
-from lockstep.config import check, gpu_count
+from lockstep.config import check
 from lockstep.data import open_data
 from lockstep.launch import external_workers, launch
 from lockstep.layout import Refusal
+from lockstep.machine import cores, gpu_count
 from lockstep.summary import versions, write_summary
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
@@ -104,11 +105,6 @@ def offers(batch_size: int, accelerator: str) -> list[tuple[int, int]]:
     most = cores() if accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
     return [(n, a) for n, a in itertools.product(counts, ACCUMULATE) if batch_size % (n * a) == 0]
-
-
-def cores() -> int:
-    """Of the CPU, for this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 import re
@@ -32,26 +31,12 @@ from lockstep.checks import (
     whole,
 )
 from lockstep.layout import Layout, Refusal
+from lockstep.machine import cpu_cap, gpu_count
 from lockstep.sweeps import options
 from lockstep.targets import check_target, named
 
 PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
-
-
-def cpu_cap() -> int:
-    """Workers that one machine is asked to carry on its CPU: 4 a core, and 8 on any machine."""
-    return max(8, 4 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4 * (os.cpu_count() or 1))
-
-
-def gpu_count() -> int:
-    """CUDA devices that this process may use, asked through NVML: touching CUDA would forbid the launcher to fork."""
-    if not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/dxg"):
-        return 0
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
