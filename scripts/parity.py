@@ -24,8 +24,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rich.console import Console
-from trials import YARDSTICKS, Outcome, Trial, counted, prepare, roundoff, run, shorten
-from verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
+from trials.distance import roundoff
+from trials.faults import YARDSTICKS
+from trials.trial import Outcome, Trial, counted, prepare, run, shorten
+from trials.verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
 
 from lockstep import cli
 from lockstep.checks import whole
