@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkup.machine import SECONDS, Found
 
-from lockstep.launch import _loopback
+from lockstep.group import loopback
 from lockstep.machine import gpu_count
 
 FEWEST_MB_PER_SECOND = 50.0  # an all-reduce slower than that makes two workers slower than one on most models
@@ -45,7 +45,7 @@ def all_reduce() -> Found:
 def measure(backend: str) -> list[float] | str:
     """Median seconds by size, or what went wrong. The workers are processes of their own: this one needs no CUDA."""
     with tempfile.TemporaryDirectory(prefix="doctor_") as folder:
-        environment = {"GLOO_SOCKET_IFNAME": _loopback(), **os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {"GLOO_SOCKET_IFNAME": loopback(), **os.environ, "OMP_NUM_THREADS": "1"}
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         workers = [

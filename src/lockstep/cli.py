@@ -23,10 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import began, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
+from lockstep.environment import STARTED
+from lockstep.group import agree
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
-from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.layout import Refusal
+from lockstep.signals import Interrupted
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
 

@@ -14,8 +14,9 @@ from typing import Any
 from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
-from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
+from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
+from lockstep.signals import Interrupted, ask_to_end
 from lockstep.summary import summary_of, write_summary
 from lockstep.training import summarise
 

@@ -22,14 +22,15 @@ from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
 from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
+from lockstep.environment import STARTED, restart_count
 from lockstep.gradients import ExactGradientSum, GradientSum
-from lockstep.launch import STARTED, Interrupted, restart_count
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
 from lockstep.memory import MIB, Memory
 from lockstep.nonfinite import Watch
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
+from lockstep.signals import Interrupted
 from lockstep.strategies import make_strategy
 from lockstep.summary import git_info, versions, weights_sha256, write_summary
 from lockstep.targets import build

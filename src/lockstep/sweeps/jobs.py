@@ -21,10 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+from lockstep.environment import STARTED, external_workers
 from lockstep.family import die_with
 from lockstep.interpreter import imported
-from lockstep.launch import STARTED, Interrupted, external_workers, start_method
+from lockstep.launch import start_method
 from lockstep.layout import Refusal
+from lockstep.signals import Interrupted
 from lockstep.summary import summary_of, write_summary
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
