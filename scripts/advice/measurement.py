@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import fast, logs
+from lockstep.building import make_module, make_trainer
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import GradientSum
@@ -21,7 +22,6 @@ from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
 from lockstep.memory import MIB, Memory
 from lockstep.nonfinite import Watch
-from lockstep.training import make_module, make_trainer
 
 SIZES = [1 << bits for bits in range(10, 27, 2)]  # bytes that are all-reduced
 WARMUP = 3  # steps

@@ -20,12 +20,12 @@ from trials.faults import FAULTS
 from trials.record import Record, Tensors, sensitive
 
 from lockstep import fast, logs
+from lockstep.building import make_module, make_trainer
 from lockstep.callbacks import StandIn
 from lockstep.config import Config, check
 from lockstep.data import DataModule, Splits
 from lockstep.launch import launch
 from lockstep.summary import weights_sha256
-from lockstep.training import make_module, make_trainer
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 T = TypeVar("T")

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.account import summarise
 from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
@@ -18,7 +19,6 @@ from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.signals import Interrupted, ask_to_end
 from lockstep.summary import summary_of, write_summary
-from lockstep.training import summarise
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
