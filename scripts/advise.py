@@ -31,11 +31,11 @@ from lockstep import cli
 from lockstep.checks import real, whole
 from lockstep.config import check
 from lockstep.data import open_data
-from lockstep.environment import external_workers
 from lockstep.launch import launch
 from lockstep.layout import Refusal
 from lockstep.machine import cores, gpu_count
 from lockstep.summary import versions, write_summary
+from lockstep.workers.environment import external_workers
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
 

@@ -33,11 +33,11 @@ from lockstep import cli
 from lockstep.checks import whole
 from lockstep.config import Config, check
 from lockstep.data import Splits, open_data
-from lockstep.environment import external_workers
 from lockstep.launch import WorkerFailed
 from lockstep.layout import Layout, Refusal, split
 from lockstep.machine import cpu_cap, gpu_count
 from lockstep.summary import versions, write_summary
+from lockstep.workers.environment import external_workers
 
 CONTROLS = {
     "lr x 1.01": None,

@@ -13,9 +13,9 @@ import lightning.pytorch as pl
 from lockstep.callbacks import Checkpoint
 from lockstep.config import Config
 from lockstep.data import Splits
-from lockstep.environment import restart_count
 from lockstep.plan import Plan
 from lockstep.summary import git_info, versions, weights_sha256, write_summary
+from lockstep.workers.environment import restart_count
 
 
 def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:

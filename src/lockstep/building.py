@@ -17,7 +17,6 @@ from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
-from lockstep.environment import STARTED
 from lockstep.gradients import ExactGradientSum, GradientSum
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
@@ -27,6 +26,7 @@ from lockstep.plan import Plan
 from lockstep.strategies import make_strategy
 from lockstep.summary import versions
 from lockstep.targets import build
+from lockstep.workers.environment import STARTED
 
 
 def total_steps(config: Config, samples: int) -> int:

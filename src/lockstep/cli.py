@@ -23,14 +23,14 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import began, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
-from lockstep.environment import STARTED
-from lockstep.group import agree
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
 from lockstep.layout import Refusal
-from lockstep.signals import Interrupted
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
+from lockstep.workers.environment import STARTED
+from lockstep.workers.group import agree
+from lockstep.workers.signals import Interrupted
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)

@@ -19,15 +19,15 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from lockstep import worker
-from lockstep.environment import RESTARTS, environment_kept, external_workers
 from lockstep.family import end_children
-from lockstep.group import LOOPBACK, leave_group
 from lockstep.heartbeat import watching
 from lockstep.interpreter import imported
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import scratch_folder
-from lockstep.signals import Interrupted, forwarding
+from lockstep.workers import process
+from lockstep.workers.environment import RESTARTS, environment_kept, external_workers
+from lockstep.workers.group import LOOPBACK, leave_group
+from lockstep.workers.signals import Interrupted, forwarding
 
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
 
@@ -78,7 +78,7 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from lockstep import rendezvous
+    from lockstep.workers import rendezvous
 
     for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
@@ -105,8 +105,8 @@ def launch(
         )
         os.environ[RESTARTS] = str(restarts)
         try:
-            results = elastic_launch(config, worker.run)(work, layout, args, os.getpid())
-            interrupted = next((r.signum for r in results.values() if isinstance(r, worker.Ended)), None)
+            results = elastic_launch(config, process.run)(work, layout, args, os.getpid())
+            interrupted = next((r.signum for r in results.values() if isinstance(r, process.Ended)), None)
             if interrupted is not None:
                 raise Interrupted(received[0] if received else interrupted)
             return results[min(results)]

@@ -17,8 +17,8 @@ from lockstep.balance import balanced
 from lockstep.config import Config
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
-from lockstep.signals import Interrupted, ask_to_end
 from lockstep.summary import summary_of, write_summary
+from lockstep.workers.signals import Interrupted, ask_to_end
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:

@@ -22,10 +22,10 @@ from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config
 from lockstep.data import Splits
-from lockstep.environment import restart_count
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
-from lockstep.signals import Interrupted
+from lockstep.workers.environment import restart_count
+from lockstep.workers.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
 

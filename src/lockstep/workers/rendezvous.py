@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from lockstep.group import LOOPBACK, serve
+from lockstep.workers.group import LOOPBACK, serve
 
 NAME = "one_machine"  # for LaunchConfig.rdzv_backend
 

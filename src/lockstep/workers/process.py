@@ -13,12 +13,12 @@ from types import FrameType
 from typing import Any
 
 from lockstep import heartbeat
-from lockstep.environment import restart_count
 from lockstep.family import die_with, end_children
-from lockstep.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write
-from lockstep.signals import Interrupted, asked, remember
+from lockstep.workers.environment import restart_count
+from lockstep.workers.group import GROUP_TIMEOUT, join_group, leave_group
+from lockstep.workers.signals import Interrupted, asked, remember
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too
 

@@ -7,8 +7,8 @@ import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lockstep.environment import external_workers, slurm_as_torchrun
 from lockstep.layout import Layout
+from lockstep.workers.environment import external_workers, slurm_as_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
