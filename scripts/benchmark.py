@@ -35,8 +35,8 @@ from rich.table import Table
 from time_to_accuracy import CommandFailed
 
 from lockstep.checks import ROOT, unknown
-from lockstep.config import gpu_count
 from lockstep.layout import Refusal
+from lockstep.machine import cores, gpu_count
 from lockstep.summary import git_info, versions, write_summary
 
 Part = Callable[[Path, str], tuple[list[Row], dict[str, Any]]]
@@ -139,9 +139,12 @@ def main() -> int:
 
 def here() -> dict[str, Any]:
     """Where and when: what figures are worth nothing without."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
-    machine = {"processor": names[0] if names else platform.processor(), "cores": cores, "system": platform.platform()}
+    machine = {
+        "processor": names[0] if names else platform.processor(),
+        "cores": cores(),
+        "system": platform.platform(),
+    }
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"machine": machine, "date": date, "versions": versions(), "git": git_info()}
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import pair
-from groups import Comparison, compare, find_runs, is_run
+from comparison import pair
+from comparison.groups import find_runs, grouped, is_run
+from comparison.table import Comparison
 from rich.console import Console
 
 from lockstep.layout import Refusal
@@ -36,7 +37,7 @@ def main() -> int:
         if len(given.runs) == 2 and all(map(is_run, given.runs)):
             pair.report(console, (given.runs[0], given.runs[1]))
             return 0
-        found = compare(find_runs(given.runs))
+        found = Comparison(grouped(find_runs(given.runs)))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -58,7 +59,7 @@ def _plots(found: Comparison, folder: Path) -> list[str]:
     except ImportError:
         print("no plots: they need matplotlib", file=sys.stderr)
         return []
-    from charts import draw
+    from comparison.charts import draw
 
     return draw(found.groups, folder)
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from omegaconf import OmegaConf
 from torch.utils.data import Subset
-from trials import Outcome, Trial, counted, difference, prepare, run
+from trials.distance import difference
+from trials.trial import Outcome, Trial, counted, prepare, run
 
 from lockstep import cli
 from lockstep.checks import ROOT, whole

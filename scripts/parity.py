@@ -24,16 +24,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rich.console import Console
-from trials import YARDSTICKS, Outcome, Trial, counted, prepare, roundoff, run, shorten
-from verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
+from trials.distance import roundoff
+from trials.faults import YARDSTICKS
+from trials.trial import Outcome, Trial, counted, prepare, run, shorten
+from trials.verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
 
 from lockstep import cli
 from lockstep.checks import whole
-from lockstep.config import Config, check, cpu_cap, gpu_count
+from lockstep.config import Config, check
 from lockstep.data import Splits, open_data
-from lockstep.launch import WorkerFailed, external_workers
+from lockstep.launch import WorkerFailed
 from lockstep.layout import Layout, Refusal, split
+from lockstep.machine import cpu_cap, gpu_count
 from lockstep.summary import versions, write_summary
+from lockstep.workers.environment import external_workers
 
 CONTROLS = {
     "lr x 1.01": None,

@@ -27,11 +27,11 @@ from lockstep.callbacks.throughput import peak_gib
 from lockstep.checks import choice, show, whole
 from lockstep.config import Config, check
 from lockstep.data import Splits, open_data
-from lockstep.launch import external_workers
 from lockstep.layout import Refusal
 from lockstep.runs import run_in_workers
 from lockstep.summary import versions, write_summary
 from lockstep.training import train
+from lockstep.workers.environment import external_workers
 
 
 @dataclass(frozen=True)

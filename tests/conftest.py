@@ -160,6 +160,16 @@ def data_dir() -> Path:
     return Path(named)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fails the session if processes that its tests started are still there five seconds after the last test."""

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import advise
 import pytest
-from advise import Choice, Machine
+from advice.prediction import Choice, Machine, predict
 from conftest import ROOT, Program
 
 from lockstep.config import check
@@ -30,7 +29,7 @@ def choices(**changes: Any) -> dict[str, Choice]:
         "precision": "32-true", "threads": None, "memory_format": "auto",
     }  # fmt: skip
     offered = [(n, a) for n in (1, 2) for a in (1, 2, 4)]
-    return {str(choice): choice for choice in advise.predict(64, offered, check(raw | changes), machine())}
+    return {str(choice): choice for choice in predict(64, offered, check(raw | changes), machine())}
 
 
 def test_the_ring_is_found_in_its_times() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from comparison.curves import read_curves
 from conftest import ROOT, Program
-from curves import read_curves
 from torch.utils.tensorboard import SummaryWriter
 
 TINY = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=32", "logger=none")

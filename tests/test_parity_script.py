@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, Run
-from verdicts import MARGIN, Distances, allowed
+from trials.verdicts import MARGIN, Distances, allowed
 
 TINY = (
     "data=synthetic",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_data import arrays, layout, module, splits
+from small_data import arrays, layout, module, splits
 from torch.utils.data import Subset
 
 from lockstep.data import ArrayDataset, DataModule, Share, Splits

@@ -131,7 +131,7 @@ def _profiled(config: Any, splits: Any, folder: Path) -> dict[str, int]:
     from torch.profiler import profile, record_function
 
     from lockstep import fast, logs
-    from lockstep.training import compile_module, make_callbacks, make_data, make_module, make_trainer
+    from lockstep.building import compile_module, make_callbacks, make_data, make_module, make_trainer
 
     logs.configure(folder, 0)
     fast.set_up(config.layout, config.threads, config.allocator)

@@ -58,8 +58,8 @@ def _work(config: Any, splits: Any, folder: Path) -> tuple[dict[str, float], flo
     from torch.profiler import ProfilerActivity, profile
 
     from lockstep import fast, logs
+    from lockstep.building import make_module, make_trainer
     from lockstep.data import DataModule
-    from lockstep.training import make_module, make_trainer
 
     logs.configure(folder, 0)
     fast.set_up(config.layout, config.threads, config.allocator)

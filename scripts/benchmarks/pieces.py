@@ -98,8 +98,8 @@ def _work(config: Any, splits: Any, folder: Path) -> float:
     from torch.profiler import ProfilerActivity, profile
 
     from lockstep import logs
+    from lockstep.building import make_module, make_trainer
     from lockstep.data import DataModule
-    from lockstep.training import make_module, make_trainer
 
     logs.configure(folder, dist.get_rank())
     profiler, first = profile(activities=[ProfilerActivity.CPU]), 3

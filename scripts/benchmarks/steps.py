@@ -88,11 +88,11 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments, with `more`."""
     import torch
 
+    from lockstep.building import make_module
     from lockstep.config import check
     from lockstep.data import open_data
     from lockstep.library import compose
     from lockstep.plan import Plan
-    from lockstep.training import make_module
 
     arguments = [
         f"model={case.model}",

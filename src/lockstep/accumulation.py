@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from lockstep import checkpoint_io, fast, logs
+from lockstep.building import make_data, make_module, make_trainer
 from lockstep.callbacks.found_pieces import kept
 from lockstep.config import Config
 from lockstep.data import Splits
 from lockstep.launch import launch
 from lockstep.layout import Layout
 from lockstep.memory import MIB
-from lockstep.training import make_data, make_module, make_trainer
 
 STEPS = 3  # the first one has no optimizer state yet
 

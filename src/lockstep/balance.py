@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep import fast, logs
+from lockstep.building import make_data, make_module, make_trainer
 from lockstep.config import Config
 from lockstep.data import Splits
 from lockstep.launch import launch
 from lockstep.layout import Layout, split
-from lockstep.training import make_data, make_module, make_trainer
 
 STEPS = 6  # the first two warm up
 

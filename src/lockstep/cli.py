@@ -25,10 +25,12 @@ from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
-from lockstep.launch import STARTED, Interrupted, agree
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
+from lockstep.workers.environment import STARTED
+from lockstep.workers.group import agree
+from lockstep.workers.signals import Interrupted
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)

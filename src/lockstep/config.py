@@ -5,13 +5,12 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from lockstep import compiled
 from lockstep import layout as layouts
@@ -32,6 +31,7 @@ from lockstep.checks import (
     whole,
 )
 from lockstep.layout import Layout, Refusal
+from lockstep.machine import cpu_cap, gpu_count
 from lockstep.sweeps import options
 from lockstep.targets import check_target, named
 
@@ -39,70 +39,59 @@ PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mi
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 
 
-def cpu_cap() -> int:
-    """Workers that one machine is asked to carry on its CPU: 4 a core, and 8 on any machine."""
-    return max(8, 4 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4 * (os.cpu_count() or 1))
-
-
-def gpu_count() -> int:
-    """CUDA devices that this process may use, asked through NVML: touching CUDA would forbid the launcher to fork."""
-    if not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/dxg"):
-        return 0
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 @dataclass(frozen=True)
 class Config:
-    """A checked config. Units and scope of each field stand beside it in conf/train.yaml and conf/evaluate.yaml."""
+    """A checked config. Units and scope of each key stand beside it in conf/train.yaml and conf/evaluate.yaml.
 
-    name: str
-    outputs: str
-    seed: int
-    model: dict[str, Any]
-    data: dict[str, Any]
-    data_dir: str
-    num_workers: int | None
-    strategy: dict[str, Any]
-    accelerator: str
-    devices: int
-    num_nodes: int
-    rdzv_endpoint: str | None
-    max_restarts: int
-    elastic: bool
-    elastic_retry: float
-    hang_timeout: float
-    nonfinite: str
-    batch_size: int
-    pieces: int | None
-    accumulate_grad_batches: int | str | None
-    memory_budget: float | None
-    exact: bool
-    precision: str
-    threads: int | None
-    memory_format: str
-    allocator: str
-    compile: str | None
-    resident: bool | str
-    max_epochs: int
-    max_steps: int | None
-    val_every: int | None
-    lr: float
-    lr_scaling: str
-    reference_batch_size: int
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    gradient_clip_val: float | None
-    checkpoint_every: int | None
-    log_every: int
-    resume: str | None
-    checkpoint: str | None
-    callbacks: dict[str, Any]
-    logger: dict[str, Any]
-    debug: dict[str, Any]
-    sweep: dict[str, Any]
+    Each key has its type, its check, and the value that it takes on a front page without it: evaluate.yaml has no
+    training keys, train.yaml no `checkpoint`.
+    """
+
+    name: Annotated[str, run_name]
+    outputs: Annotated[str, folder]
+    seed: Annotated[int, whole(0), 0]
+    model: Annotated[dict[str, Any], node, {}]
+    data: Annotated[dict[str, Any], node]
+    data_dir: Annotated[str, folder]
+    num_workers: Annotated[int | None, whole(0, optional=True)]
+    strategy: Annotated[dict[str, Any], node]
+    accelerator: Annotated[str, choice("auto", "cpu", "gpu")]
+    devices: Annotated[int, whole(1)]
+    num_nodes: Annotated[int, whole(1)]
+    rdzv_endpoint: Annotated[str | None, text]
+    max_restarts: Annotated[int, whole(0), 0]
+    elastic: Annotated[bool, flag, False]
+    elastic_retry: Annotated[float, real(above=0), 60.0]
+    hang_timeout: Annotated[float, real(above=0), 300.0]
+    nonfinite: Annotated[str, choice("stop", "skip"), "stop"]
+    batch_size: Annotated[int, whole(1)]
+    pieces: Annotated[int | None, whole(1, optional=True)]
+    accumulate_grad_batches: Annotated[int | str | None, accumulation]
+    memory_budget: Annotated[float | None, real(above=0, optional=True)]
+    exact: Annotated[bool, flag]
+    precision: Annotated[str, choice(*PRECISIONS)]
+    threads: Annotated[int | None, whole(1, optional=True)]
+    memory_format: Annotated[str, choice("auto", "contiguous", "channels_last")]
+    allocator: Annotated[str, choice("auto", "system"), "auto"]
+    compile: Annotated[str | None, compiled.mode, False]
+    resident: Annotated[bool | str, flag_or("auto"), "auto"]
+    max_epochs: Annotated[int, whole(1), 1]
+    max_steps: Annotated[int | None, whole(1, optional=True)]
+    val_every: Annotated[int | None, whole(1, optional=True)]
+    lr: Annotated[float, real(above=0), 1.0]
+    lr_scaling: Annotated[str, choice("none", "linear", "sqrt"), "none"]
+    reference_batch_size: Annotated[int, whole(1), 1]
+    optimizer: Annotated[dict[str, Any], node, {}]
+    scheduler: Annotated[dict[str, Any], node, {}]
+    gradient_clip_val: Annotated[float | None, real(above=0, optional=True)]
+    checkpoint_every: Annotated[int | None, whole(1, optional=True)]
+    log_every: Annotated[int, whole(1), 50]
+    resume: Annotated[str | None, text]
+    checkpoint: Annotated[str | None, text]
+    callbacks: Annotated[dict[str, Any], optional_node, {}]
+    logger: Annotated[dict[str, Any], optional_node, {}]
+    debug: Annotated[dict[str, Any], optional_node, {}]
+    sweep: Annotated[dict[str, Any], options.check, {}]
     layout: Layout
     raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
 
@@ -113,86 +102,10 @@ class Config:
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
 
-CHECKS: dict[str, Check] = {
-    "name": run_name,
-    "outputs": folder,
-    "seed": whole(0),
-    "model": node,
-    "data": node,
-    "data_dir": folder,
-    "num_workers": whole(0, optional=True),
-    "strategy": node,
-    "accelerator": choice("auto", "cpu", "gpu"),
-    "devices": whole(1),
-    "num_nodes": whole(1),
-    "rdzv_endpoint": text,
-    "max_restarts": whole(0),
-    "elastic": flag,
-    "elastic_retry": real(above=0),
-    "hang_timeout": real(above=0),
-    "nonfinite": choice("stop", "skip"),
-    "batch_size": whole(1),
-    "pieces": whole(1, optional=True),
-    "accumulate_grad_batches": accumulation,
-    "memory_budget": real(above=0, optional=True),
-    "exact": flag,
-    "precision": choice(*PRECISIONS),
-    "threads": whole(1, optional=True),
-    "memory_format": choice("auto", "contiguous", "channels_last"),
-    "allocator": choice("auto", "system"),
-    "compile": compiled.mode,
-    "resident": flag_or("auto"),
-    "max_epochs": whole(1),
-    "max_steps": whole(1, optional=True),
-    "val_every": whole(1, optional=True),
-    "lr": real(above=0),
-    "lr_scaling": choice("none", "linear", "sqrt"),
-    "reference_batch_size": whole(1),
-    "optimizer": node,
-    "scheduler": node,
-    "gradient_clip_val": real(above=0, optional=True),
-    "checkpoint_every": whole(1, optional=True),
-    "log_every": whole(1),
-    "resume": text,
-    "checkpoint": text,
-    "callbacks": optional_node,
-    "logger": optional_node,
-    "debug": optional_node,
-    "sweep": options.check,
-}
-
-# evaluate.yaml has no training keys, train.yaml no `checkpoint`: what a front page lacks takes these values.
-ABSENT: dict[str, Any] = {
-    "allocator": "auto",
-    "compile": False,
-    "resident": "auto",
-    "seed": 0,
-    "model": {},
-    "max_restarts": 0,
-    "elastic": False,
-    "elastic_retry": 60.0,
-    "hang_timeout": 300.0,
-    "nonfinite": "stop",
-    "pieces": None,
-    "accumulate_grad_batches": None,
-    "memory_budget": None,
-    "max_epochs": 1,
-    "max_steps": None,
-    "val_every": None,
-    "lr": 1.0,
-    "lr_scaling": "none",
-    "reference_batch_size": 1,
-    "optimizer": {},
-    "scheduler": {},
-    "gradient_clip_val": None,
-    "checkpoint_every": None,
-    "log_every": 50,
-    "resume": None,
-    "checkpoint": None,
-    "callbacks": {},
-    "logger": {},
-    "debug": {},
-    "sweep": {},
+KEYS: dict[str, tuple[Check, Any]] = {  # check, and value where it is absent
+    key: (*kind.__metadata__, None)[:2]
+    for key, kind in get_type_hints(Config, include_extras=True).items()
+    if get_origin(kind) is Annotated
 }
 
 
@@ -206,11 +119,10 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     Raises:
         Refusal: the first thing that is wrong.
     """
-    known = {field.name for field in fields(Config)} - {"layout", "raw"}
     for key in raw:
-        if key not in known:
-            raise Refusal(f"{key}: there is no such key; {unknown(str(key), sorted(known))}")
-    values = {key: CHECKS[key](key, raw.get(key, ABSENT.get(key))) for key in known}
+        if key not in KEYS:
+            raise Refusal(f"{key}: there is no such key; {unknown(str(key), sorted(KEYS))}")
+    values = {key: check_one(key, raw.get(key, absent)) for key, (check_one, absent) in KEYS.items()}
     values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
     values["strategy"] = _strategy(values)
     compiled.must_work(values)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import checkpoint_io, fast, logs
+from lockstep.account import Run
+from lockstep.building import make_callbacks, make_data, make_module, make_trainer
 from lockstep.callbacks import StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
 from lockstep.data import Splits
-from lockstep.training import Run, make_callbacks, make_data, make_module, make_trainer
 
 
 def find_checkpoint(path: str) -> Path:
@@ -64,7 +65,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
     trainer = make_trainer(config, folder, [StandIn(), *make_callbacks(config, splits, folder)])
-    run = Run(config, splits, folder, trainer, module, started)
+    run = Run(config, splits, folder, trainer, started)
     trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.fitted()
     return run.finish("completed", None)

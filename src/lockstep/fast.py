@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 
 import torch
 from torch import nn
 
 from lockstep.compiled import is_compiled
 from lockstep.layout import Layout
+from lockstep.machine import cores
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -45,8 +45,7 @@ def set_threads(layout: Layout, threads: int | None) -> int:
     """CPU threads of this worker: as asked, else its part of the cores; one under exact, where the number of threads
     would change the order of sums from layout to layout."""
     workers = max(1, layout.processes // layout.num_nodes)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    chosen = threads or (1 if layout.exact else max(1, cores // workers))
+    chosen = threads or (1 if layout.exact else max(1, cores() // workers))
     torch.set_num_threads(chosen)
     os.environ["OMP_NUM_THREADS"] = str(chosen)  # else Lightning's ddp sets the number that it thinks best
     return chosen

@@ -17,8 +17,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep import cli, resume
 from lockstep.checks import ROOT
 from lockstep.config import check
-from lockstep.launch import STARTED, Interrupted, has_computed
+from lockstep.launch import has_computed
 from lockstep.layout import Refusal
+from lockstep.workers.environment import STARTED
+from lockstep.workers.signals import Interrupted
 
 
 class Composed(dict[str, Any]):

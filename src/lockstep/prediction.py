@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import checkpoint_io, fast, logs
+from lockstep.account import summarise
 from lockstep.atomic import replacing
+from lockstep.building import make_data, make_module, make_trainer
 from lockstep.callbacks import Heartbeat
 from lockstep.config import Config
 from lockstep.data import ImageFiles, Spec, Splits, open_data
 from lockstep.evaluation import config_of, record_of
 from lockstep.layout import Refusal
 from lockstep.summary import write_summary
-from lockstep.training import make_data, make_module, make_trainer, summarise
 
 LOG = logging.getLogger("lockstep")
 NAMED = 5  # broken images that the console names

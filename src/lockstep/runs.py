@@ -11,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.account import summarise
 from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
-from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
+from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
-from lockstep.training import summarise
+from lockstep.workers.signals import Interrupted, ask_to_end
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:

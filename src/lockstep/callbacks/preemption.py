@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.callbacks.checkpoint import validates
-from lockstep.launch import Interrupted, asked, remember
+from lockstep.workers.signals import Interrupted, asked, remember
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements

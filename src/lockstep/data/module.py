@@ -22,6 +22,7 @@ from lockstep.data.resident import Resident, base, place
 from lockstep.data.share import Share, Turn
 from lockstep.family import die_with
 from lockstep.layout import Layout
+from lockstep.machine import cores
 from lockstep.plan import Plan
 
 LOG = logging.getLogger("lockstep")
@@ -120,7 +121,7 @@ class DataModule(pl.LightningDataModule):
         resident = isinstance(base(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None:
-            share = _cores() * self.layout.num_nodes // self.layout.processes
+            share = cores() * self.layout.num_nodes // self.layout.processes
             workers = max(1, min(8, share)) if streams(dataset.dataset) else 0
         return Loader(
             dataset,
@@ -197,7 +198,3 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def _same(batch: Any) -> Any:
     return batch
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import resume
-from lockstep.config import gpu_count
 from lockstep.layout import Refusal
+from lockstep.machine import gpu_count
 from lockstep.resume import key, sweeps
 from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options

@@ -23,9 +23,11 @@ from typing import Any, cast
 
 from lockstep.family import die_with
 from lockstep.interpreter import imported
-from lockstep.launch import STARTED, Interrupted, external_workers, start_method
+from lockstep.launch import start_method
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
+from lockstep.workers.environment import STARTED, external_workers
+from lockstep.workers.signals import Interrupted
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDED_WELL = ("completed", "pruned")

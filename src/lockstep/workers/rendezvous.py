@@ -6,9 +6,7 @@ address), and waits up to 0.3 s so that not all machines ask at once.
 
 from __future__ import annotations
 
-import socket
-
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -17,21 +15,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from lockstep.launch import GROUP_TIMEOUT
+from lockstep.workers.group import LOOPBACK, serve
 
 NAME = "one_machine"  # for LaunchConfig.rdzv_backend
-LOOPBACK = "127.0.0.1"
-
-
-def serve(address: str) -> TCPStore:
-    """A store on a free port: of the loopback device where that is the address."""
-    if address != LOOPBACK:
-        return TCPStore(address, 0, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
-    listener = socket.create_server((address, 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 class OneMachine(RendezvousHandler):

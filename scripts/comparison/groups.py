@@ -1,8 +1,7 @@
-"""Runs of one config and several seeds as one row: accuracy, speed, memory, time, and what sets the rows apart."""
+"""Runs of one config and several seeds as one group, and what sets the groups apart."""
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -12,10 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from curves import Curve, read_curves
-from pair import ABSENT, flat, read, show
-from rich import box
-from rich.table import Table
+from comparison.curves import Curve, read_curves
+from comparison.pair import ABSENT, flat, read, show
 
 from lockstep.layout import Refusal
 
@@ -113,118 +110,7 @@ class Group:
         }  # fmt: skip
 
 
-@dataclass
-class Comparison:
-    """All groups, in the order of their first runs."""
-
-    groups: list[Group]
-
-    @property
-    def rows(self) -> list[dict[str, Cell]]:
-        return [group.row() for group in self.groups]
-
-    def best(self) -> set[tuple[int, str]]:
-        """Row and column of the best values."""
-        found = set()
-        for column in ("test acc", "samples/s"):
-            values = [(value, number) for number, row in enumerate(self.rows) if (value := row[column]) is not None]
-            if len(values) > 1:
-                found.add((max(values)[1], column))
-        return found
-
-    def table(self) -> Table:
-        shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left")
-        for column in self.rows[0]:
-            shown.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
-        best = self.best()
-        for number, row in enumerate(self.rows):
-            cells = ((column, text(column, value)) for column, value in row.items())
-            shown.add_row(*(f"[bold]{cell}[/]" if (number, column) in best else cell for column, cell in cells))
-        return shown
-
-    def remarks(self) -> list[str]:
-        """Runs that are not in the numbers, and why."""
-        return [
-            f"{run.folder.name} ({group.label}): {run.summary.get('status', 'without an end')}"
-            + (f", {run.summary['error']}" if run.summary.get("error") else "")
-            for group in self.groups
-            for run in group.runs
-            if not run.completed
-        ]
-
-    def write(self, folder: Path, plots: Sequence[str]) -> None:
-        """compare.md, compare.csv and compare.json."""
-        rows, best = self.rows, self.best()
-        lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
-        for number, row in enumerate(rows):
-            cells = ((column, text(column, value).replace("|", "\\|")) for column, value in row.items())
-            lines.append(
-                "| " + " | ".join(f"**{cell}**" if (number, column) in best else cell for column, cell in cells) + " |"
-            )
-        lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
-        (folder / "compare.md").write_text("\n".join(lines) + "\n")
-        with open(folder / "compare.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        told = [
-            {**row, "folders": {str(run.folder): run.summary.get("status") for run in group.runs}}
-            for row, group in zip(rows, self.groups, strict=True)
-        ]
-        (folder / "compare.json").write_text(json.dumps(told, indent=2) + "\n")
-
-
-CAPTION = (
-    "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
-    "GiB: largest process; bold: best"
-)
-FORMATS = {
-    "test acc": ".4f",
-    "+-": ".4f",
-    "val acc": ".4f",
-    "samples/s": ",.0f",
-    "efficiency": ".0%",
-    "GiB": ".2f",
-    "seconds": ".1f",
-}
-
-
-def text(column: str, value: Cell) -> str:
-    """A cell for people."""
-    return ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "summary.json").is_file() or (folder / ".hydra" / "config.yaml").is_file()
-
-
-def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in folders, by their numbers where they have some.
-
-    Raises:
-        Refusal: a folder has none, or one that can't be read.
-    """
-    found: dict[Path, Run] = {}
-    for folder in folders:
-        if not folder.is_dir():
-            raise Refusal(f"{folder}: no such folder")
-        inside = [path.parent for path in folder.rglob("summary.json")]
-        inside += [path.parents[1] for path in folder.rglob(".hydra/config.yaml")]
-        if not inside:
-            raise Refusal(
-                f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it"
-            )
-        for run in sorted(set(inside), key=_natural):
-            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
-            found[run.absolute()] = Run(run, dict(flat(config)), read(run / "summary.json"))
-    return list(found.values())
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
-
-
-def compare(runs: Sequence[Run]) -> Comparison:
+def grouped(runs: Sequence[Run]) -> list[Group]:
     """Groups runs by their configs, and measures each group against one device.
 
     Raises:
@@ -242,7 +128,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         group.apart = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
     for group, label in zip(groups, _labels(groups), strict=True):
         group.efficiency, group.label = _efficiency(group, groups), label
-    return Comparison(groups)
+    return groups
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
@@ -286,3 +172,33 @@ def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
         and (speed := other.mean("throughput", "samples_per_second"))
     ]
     return mine / (group.world * max(alone)) if mine and alone else None
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / ".hydra" / "config.yaml").is_file()
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs in folders, by their numbers where they have some.
+
+    Raises:
+        Refusal: a folder has none, or one that can't be read.
+    """
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise Refusal(f"{folder}: no such folder")
+        inside = [path.parent for path in folder.rglob("summary.json")]
+        inside += [path.parents[1] for path in folder.rglob(".hydra/config.yaml")]
+        if not inside:
+            raise Refusal(
+                f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it"
+            )
+        for run in sorted(set(inside), key=_natural):
+            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
+            found[run.absolute()] = Run(run, dict(flat(config)), read(run / "summary.json"))
+    return list(found.values())
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]

@@ -11,8 +11,8 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("agg")
-from curves import Curve
-from groups import Group
+from comparison.curves import Curve
+from comparison.groups import Group
 from matplotlib import pyplot
 
 # Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
-from trials import Outcome, difference, norm
+from trials.distance import difference, norm
+from trials.trial import Outcome
 
 MARGIN = 10  # times the yardstick
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step

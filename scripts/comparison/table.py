@@ -1,0 +1,94 @@
+"""Groups of runs side by side: a row each, for the terminal and as files."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from comparison.groups import Cell, Group
+from comparison.pair import ABSENT
+from rich import box
+from rich.table import Table
+
+CAPTION = (
+    "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
+    "GiB: largest process; bold: best"
+)
+FORMATS = {
+    "test acc": ".4f",
+    "+-": ".4f",
+    "val acc": ".4f",
+    "samples/s": ",.0f",
+    "efficiency": ".0%",
+    "GiB": ".2f",
+    "seconds": ".1f",
+}
+
+
+@dataclass
+class Comparison:
+    """All groups, in the order of their first runs."""
+
+    groups: list[Group]
+
+    @property
+    def rows(self) -> list[dict[str, Cell]]:
+        return [group.row() for group in self.groups]
+
+    def best(self) -> set[tuple[int, str]]:
+        """Row and column of the best values."""
+        found = set()
+        for column in ("test acc", "samples/s"):
+            values = [(value, number) for number, row in enumerate(self.rows) if (value := row[column]) is not None]
+            if len(values) > 1:
+                found.add((max(values)[1], column))
+        return found
+
+    def table(self) -> Table:
+        shown = Table(box=box.SIMPLE_HEAD, caption=CAPTION, caption_justify="left")
+        for column in self.rows[0]:
+            shown.add_column(column, justify="left" if column == "layout" else "right", no_wrap=column == "layout")
+        best = self.best()
+        for number, row in enumerate(self.rows):
+            cells = ((column, text(column, value)) for column, value in row.items())
+            shown.add_row(*(f"[bold]{cell}[/]" if (number, column) in best else cell for column, cell in cells))
+        return shown
+
+    def remarks(self) -> list[str]:
+        """Runs that are not in the numbers, and why."""
+        return [
+            f"{run.folder.name} ({group.label}): {run.summary.get('status', 'without an end')}"
+            + (f", {run.summary['error']}" if run.summary.get("error") else "")
+            for group in self.groups
+            for run in group.runs
+            if not run.completed
+        ]
+
+    def write(self, folder: Path, plots: Sequence[str]) -> None:
+        """compare.md, compare.csv and compare.json."""
+        rows, best = self.rows, self.best()
+        lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
+        for number, row in enumerate(rows):
+            cells = ((column, text(column, value).replace("|", "\\|")) for column, value in row.items())
+            lines.append(
+                "| " + " | ".join(f"**{cell}**" if (number, column) in best else cell for column, cell in cells) + " |"
+            )
+        lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
+        (folder / "compare.md").write_text("\n".join(lines) + "\n")
+        with open(folder / "compare.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        told = [
+            {**row, "folders": {str(run.folder): run.summary.get("status") for run in group.runs}}
+            for row, group in zip(rows, self.groups, strict=True)
+        ]
+        (folder / "compare.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+def text(column: str, value: Cell) -> str:
+    """A cell for people."""
+    return ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)

@@ -1,0 +1,56 @@
+"""What a trial does wrong on purpose: the controls, which a comparison must see, and the yardstick of rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from trials.distance import roundoff
+
+from lockstep.data import DataModule
+
+
+def _weights(trainer: pl.Trainer, weight: Any) -> None:
+    """Replaces what a turn's mean loss counts for, `weight(turn, processes)`."""
+    gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
+    gradients.weight = lambda turn, share: weight(turn, gradients.processes)
+
+
+def rounding(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule, seed: int) -> None:
+    """Every step's gradient is off by as many roundings as it has pieces, up or down: the yardstick. Adding pieces in
+    another order does no more, and usually less."""
+    gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
+    generator, finish = torch.Generator().manual_seed(seed), gradients.finish
+    size = 2 * roundoff(str(trainer.precision)) * data.layout.pieces
+
+    def rounded(share: Any) -> None:
+        finish(share)
+        for gradient in (p.grad for p in module.parameters() if p.grad is not None):
+            signs = torch.randint(0, 2, gradient.shape, generator=generator).to(gradient) * 2 - 1
+            partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
+            gradient.add_(signs * partial, alpha=size)
+
+    gradients.finish = rounded
+
+
+def permuted(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
+    """The order of another seed; weights and dropout keep theirs."""
+    data.plan = replace(data.plan, seed=data.plan.seed + 1)
+
+
+def summed(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
+    """The pieces' gradients are added, not averaged."""
+    _weights(trainer, lambda turn, processes: float(len(turn.pieces) * processes))
+
+
+def windowed(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
+    """Every piece counts as in a full step, the short tail's too: accumulation as Lightning does it (#19987)."""
+    _weights(trainer, lambda turn, processes: len(turn.pieces) * processes / data.layout.pieces)
+
+
+FAULTS: dict[str, Any] = {fault.__name__: fault for fault in (permuted, summed, windowed)}
+YARDSTICKS = [f"rounding {seed}" for seed in (1, 2, 3)]  # which ReLU flips first is chance: the largest of three
+FAULTS |= {name: partial(rounding, seed=seed) for seed, name in enumerate(YARDSTICKS, 1)}

@@ -1,0 +1,152 @@
+"""Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lockstep import fast
+from lockstep.account import describe
+from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.compiled import GRAPHS, compile_networks
+from lockstep.config import Config
+from lockstep.data import DataModule, Splits
+from lockstep.gradients import ExactGradientSum, GradientSum
+from lockstep.layout import Refusal
+from lockstep.loop import StepLoop
+from lockstep.memory import MIB, Memory
+from lockstep.nonfinite import Watch
+from lockstep.plan import Plan
+from lockstep.strategies import make_strategy
+from lockstep.summary import versions
+from lockstep.targets import build
+from lockstep.workers.environment import STARTED
+
+
+def total_steps(config: Config, samples: int) -> int:
+    """Optimizer steps of the whole run."""
+    steps = config.max_epochs * Plan(samples, config.batch_size, config.layout.pieces, config.seed).steps_per_epoch
+    return min(steps, config.max_steps or steps)
+
+
+def make_module(config: Config, splits: Splits) -> pl.LightningModule:
+    """The LightningModule that the config names, with weights that follow from the seed alone."""
+    pl.seed_everything(config.seed, workers=False, verbose=False)
+    spec = splits.spec
+    module = build(
+        "model",
+        config.model,
+        channels=spec.channels,
+        image_size=spec.image_size,
+        num_classes=len(spec.classes),
+        lr=config.step_lr,
+        optimizer=config.optimizer,
+        scheduler=config.scheduler,
+        total_steps=total_steps(config, len(splits.train)),
+    )
+    if not isinstance(module, pl.LightningModule):
+        raise Refusal(f"model._target_={config.model['_target_']}: not a LightningModule")
+    if not module.automatic_optimization:
+        raise Refusal(
+            f"model._target_={config.model['_target_']}: with manual optimization a step can't be cut in pieces"
+        )
+    if config.precision == "64-true":
+        module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
+    fast.memory_format(module, config.memory_format)
+    return module
+
+
+def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
+    """The DataModule of one worker."""
+    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config))
+    data.process = rank
+    return data
+
+
+def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+    """What `compile` asks for, before the trainer's fit."""
+    if config.compile:
+        compile_networks(module, config.compile, config.exact)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.automatic_optimization.graphs = config.compile in GRAPHS
+
+
+def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Callback]:
+    """The callbacks that the config names."""
+    recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
+    offers = {
+        "folder": folder,
+        "every": config.checkpoint_every,
+        "log_every": config.log_every,
+        "record": recorded,
+        "config": config.raw,
+        "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
+        "started": float(os.environ.get(STARTED, time.time())),
+    }
+    return [build(f"callbacks.{name}", options, **offers) for name, options in config.callbacks.items() if options]
+
+
+def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
+    """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
+    name = config.logger.get("name", "none")
+    if name == "tensorboard":
+        # Hides what a killed run logged after its last checkpoint. At the first start too: of the starts that it finds,
+        # TensorBoard takes only those after the first for a restart.
+        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1)]
+    if name == "csv":
+        return [CSVLogger(folder, name="", version="csv")]
+    return []
+
+
+def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
+    """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
+    layout = config.layout
+    trainer = pl.Trainer(
+        accelerator=layout.accelerator,
+        strategy=make_strategy(layout, config.strategy),
+        devices=layout.devices if layout.strategy == "ddp" else 1,
+        num_nodes=layout.num_nodes,
+        precision=cast(Any, config.precision),
+        max_epochs=config.max_epochs,
+        max_steps=config.max_steps or -1,
+        gradient_clip_val=config.gradient_clip_val,
+        val_check_interval=config.val_every,
+        check_val_every_n_epoch=None if config.val_every else 1,
+        log_every_n_steps=config.log_every,
+        logger=make_loggers(config, folder, step),
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
+        **config.debug.get("trainer", {}),
+    )
+    # one piece has no order to depend on
+    auto = config.accumulate_grad_batches == "auto"
+    gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
+        trainer.strategy, layout.processes, late=auto
+    )
+    trainer.fit_loop.epoch_loop = StepLoop(
+        trainer,
+        gradients,
+        Watch(config.nonfinite, layout.processes),
+        config.seed,
+        Memory(layout.processes, _budget(config), repeats=auto and not layout.exact),
+    )
+    return trainer
+
+
+def _budget(config: Config) -> float | None:
+    """`memory_budget` in bytes."""
+    return None if config.memory_budget is None else config.memory_budget * MIB

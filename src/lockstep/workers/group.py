@@ -1,0 +1,111 @@
+"""The default process group of a run's workers, and what processes agree on before there are any."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lockstep.layout import Layout
+from lockstep.workers.environment import external_workers, slurm_as_torchrun
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LOOPBACK = "127.0.0.1"
+GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; a silent rank is noticed earlier, and named (lockstep.heartbeat)
+
+
+def join_group(layout: Layout) -> None:
+    """Starts the default process group, on a store of its own.
+
+    The agent's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
+    half of the trials. So rank zero opens a fresh one, and tells the others its port through the agent's.
+    """
+    import torch.distributed as dist
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = dist.TCPStore(address, port, is_master=False, timeout=GROUP_TIMEOUT)
+    key = f"lockstep/{os.environ['TORCHELASTIC_RUN_ID']}/{attempt}/port"
+    if rank == 0:
+        store = serve(address)
+        agent.set(key, str(store.port))
+    else:
+        store = dist.TCPStore(
+            address, int(agent.get(key)), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
+        )
+    if layout.accelerator == "gpu":
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "cpu:gloo,cuda:nccl" if layout.accelerator == "gpu" else "gloo"
+    if address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+
+
+def serve(address: str) -> TCPStore:
+    """A store on a free port: of the loopback device where that is the address, where torch would open all of them."""
+    from torch.distributed import TCPStore
+
+    if address != LOOPBACK:
+        return TCPStore(address, 0, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def leave_group() -> None:
+    """Ends the process group, if there is one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def loopback() -> str:
+    """The loopback device's name, for gloo."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def agree(value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
+    """One process's value for all that start a run together: rank zero's among external workers, the first to ask
+    among the parents of several machines."""
+    if external_workers() > 1:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            slurm_as_torchrun()
+            gpu = torch.cuda.is_available()
+            if gpu:
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=GROUP_TIMEOUT)
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+    if num_nodes > 1 and rdzv_endpoint:
+        return _first(value, rdzv_endpoint)
+    return value
+
+
+_stores: list[Any] = []  # the agreement's store lives as long as this process: other machines may come later
+
+
+def _first(value: str, endpoint: str) -> str:
+    from torch.distributed import TCPStore
+
+    host, _, port = endpoint.rpartition(":")
+    try:  # whoever can open the port serves; the agent's rendezvous then shares it
+        store = TCPStore(
+            host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
+        )
+    except (RuntimeError, OSError):
+        store = TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
+    _stores.append(store)
+    return store.compare_set("lockstep/stamp", "", value).decode()

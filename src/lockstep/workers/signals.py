@@ -1,0 +1,62 @@
+"""Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(BaseException):
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.code = 128 + signum
+
+
+asked: list[int] = []  # the signals that this worker was sent so far
+
+
+def remember(signum: int, frame: FrameType | None) -> None:
+    """A worker's signal handler. It only remembers: a collective in a handler would meet other ranks in another one."""
+    asked.append(signum)
+
+
+@contextmanager
+def forwarding() -> Iterator[list[int]]:
+    """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
+    to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
+    received: list[int] = []
+    asked.clear()
+    parent = os.getpid()
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        # Remembered here too, for workers that are forked later, and in a fork that has not yet set its own handlers.
+        remember(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM, frame)
+        if os.getpid() != parent:
+            return
+        if signum != signal.SIGUSR1:
+            if signal.SIGINT in received and signum == signal.SIGINT:
+                _tell_workers(signal.SIGKILL)
+                raise Interrupted(signum)
+            received.append(signum)
+        _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, handler)
+    yield received
+
+
+def ask_to_end() -> None:
+    """Asks the workers to save and end, as SIGTERM does."""
+    _tell_workers(signal.SIGTERM)
+
+
+def _tell_workers(signum: int) -> None:
+    for child in multiprocessing.active_children():
+        if child.pid:
+            os.kill(child.pid, signum)

@@ -1,0 +1,119 @@
+"""A plain module and batches that look like shares, for callbacks in a real Trainer; and what reads their traces."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from lockstep import checkpoint_io
+from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint_io import AtomicCheckpointIO
+
+STEPS, SIZE = 6, 4
+PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own
+
+
+class FakeShare:
+    """What the callbacks need of a share."""
+
+    def __init__(self, number: int) -> None:
+        self.samples = SIZE
+        self.x = torch.full((SIZE, 3), float(number))
+        self.y = torch.arange(SIZE) % 2
+
+    def to(self, *args: Any, **kwargs: Any) -> FakeShare:
+        return self
+
+
+class Loader:
+    """An epoch of them. A plain list would be taken for a list of loaders."""
+
+    def __init__(self, length: int = STEPS, seconds: float = 0.0) -> None:
+        self.length, self.seconds = length, seconds
+
+    def __iter__(self) -> Iterator[FakeShare]:
+        for number in range(self.length):
+            time.sleep(self.seconds)
+            yield FakeShare(number)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Plain(pl.LightningModule):
+    """A user's module: a loss, one validation metric, and nothing of ours."""
+
+    scores: tuple[float, ...] = (0.5, 0.75, 0.25)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch: FakeShare, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(batch.x), batch.y)
+
+    def validation_step(self, batch: FakeShare, batch_idx: int) -> None:
+        score = self.scores[self.current_epoch % len(self.scores)]
+        self.log_dict({"val/acc": score, "val/loss": 1 - score}, batch_size=1, logger=False)
+
+    def test_step(self, batch: FakeShare, batch_idx: int) -> None:
+        self.log_dict({"test/acc": 0.5, "test/count": 354.0}, batch_size=1, logger=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counting(Plain):
+    """One that keeps its sums, as ImageClassifier does: the loss of step s is s, and one of four samples is right."""
+
+    confusion = torch.tensor([[3, 1], [0, 2]])
+
+    _counted = 0
+
+    def train_totals(self, reset: bool) -> Tensor:
+        assert reset
+        steps = range(self._counted + 1, self.trainer.global_step + 1)
+        self._counted = self.trainer.global_step
+        return torch.tensor([sum(steps) * SIZE, len(steps), len(steps) * SIZE], dtype=torch.float64)
+
+
+def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        plugins=[AtomicCheckpointIO()],
+        num_sanity_val_steps=0,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"devices": 1, "logger": False, **options},
+    )
+
+
+def loaders() -> dict[str, Any]:
+    return {"train_dataloaders": Loader(), "val_dataloaders": Loader(1)}
+
+
+def step_of(path: Path | None) -> int:
+    assert path is not None
+    return int(checkpoint_io.load(path)["global_step"])
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def board(tmp_path: Path) -> TensorBoardLogger:
+    return TensorBoardLogger(tmp_path, name="", version="tensorboard", default_hp_metric=False)

@@ -1,0 +1,57 @@
+"""Small data sets, and DataModules on them without a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.layout import Layout, Refusal, resolve
+
+MODEL = torch.nn.Linear(1, 1)
+CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
+
+
+def layout(devices: int = 1, batch_size: int = 12, pieces: int | None = None, strategy: str = "ddp") -> Layout:
+    strategy = strategy if devices > 1 else "single"
+    return resolve(
+        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=batch_size, pieces=pieces
+    )
+
+
+def arrays(samples: int, size: int = 6, channels: int = 1) -> ArrayDataset:
+    rng = np.random.default_rng(0)
+    return ArrayDataset(rng.integers(0, 256, (samples, channels, size, size), dtype=np.uint8), np.arange(samples))
+
+
+def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) -> Splits:
+    evaluated = arrays(10) if evaluated is None else evaluated
+    spec = Spec(1, 6, ("a", "b"), mean=(0.4,), std=(0.2,))
+    return Splits(train, evaluated, evaluated, spec, "", augment or Augment())
+
+
+def module(data: Splits, on: Layout, process: int = 0, step: int = 0, seed: int = 3, workers: int = 0) -> DataModule:
+    made = DataModule(data, on, seed=seed, num_workers=workers)
+    made.process = process
+    made.trainer = SimpleNamespace(global_step=step, lightning_module=MODEL)  # type: ignore[assignment]
+    return made
+
+
+def shares(made: DataModule) -> list[Share]:
+    return list(made.train_dataloader())
+
+
+def config(name: str, **changes: Any) -> dict[str, Any]:
+    return {**OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
+
+
+def one_line(error: pytest.ExceptionInfo[Refusal]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)

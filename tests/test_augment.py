@@ -1,0 +1,69 @@
+"""What happens to a batch on the device: normalisation and augmentation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small_data import arrays, layout, module, shares, splits
+
+from lockstep.data.augment import Augment
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_finish_normalises_in_the_modules_dtype(dtype: torch.dtype) -> None:
+    dataset = arrays(30)
+    data = module(splits(dataset), layout(batch_size=8))
+    data.trainer.lightning_module = torch.nn.Linear(1, 1).to(dtype)  # type: ignore[union-attr, misc]
+    turn = shares(data)[0].turns[0]
+    x, y = data.finish(turn)
+    wanted = (dataset.images[turn.ids].double() / 255 - 0.4) / 0.2
+    assert x.dtype == dtype
+    assert torch.allclose(x.double(), wanted, atol={torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 3e-2))
+    assert torch.equal(y, dataset.labels[turn.ids])
+
+
+@pytest.mark.parametrize("fill", ["zero", "reflect"])
+def test_a_sample_is_augmented_alike_in_every_batch(fill: str) -> None:
+    dataset, augment = arrays(60, size=7, channels=3), Augment(crop=3, flip=True, fill=fill)
+    by_id: dict[int, torch.Tensor] = {}
+    for on in (layout(1, 12, 1), layout(1, 15, 5), layout(3, 12, 4, "dp"), layout(2, 12, 3)):
+        for process in range(on.processes):
+            data = module(splits(dataset, augment), on, process)
+            for share in shares(data):
+                for turn in share.turns:
+                    for index, image in zip(turn.ids.tolist(), data.finish(turn)[0], strict=True):
+                        assert torch.equal(by_id.setdefault(index, image), image)
+    assert len(by_id) == 60
+
+
+def test_draws_are_keyed_by_seed_epoch_and_sample() -> None:
+    augment, ids = Augment(crop=1), np.arange(1000)
+    draws = augment.draws(1, 2, ids)
+    assert draws is not None
+    assert draws.dtype == torch.float32
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 0.02
+    assert torch.equal(augment.draws(1, 2, ids[[7, 3]]), draws[[7, 3]])  # type: ignore[arg-type]
+    for other in (augment.draws(2, 2, ids), augment.draws(1, 3, ids)):
+        assert other is not None
+        assert (other != draws).float().mean() > 0.99
+    assert Augment().draws(1, 2, ids) is None
+
+
+@pytest.mark.parametrize("fill", ["zero", "reflect"])
+def test_augmentation_against_padding_and_slicing(fill: str) -> None:
+    images = arrays(200, size=9).images
+    draws = torch.rand(200, 3)
+    got = Augment(crop=2, flip=True, fill=fill)(images, draws)
+    mode = {"zero": "constant", "reflect": "reflect"}[fill]
+    padded = torch.from_numpy(np.pad(images.numpy(), ((0, 0), (0, 0), (2, 2), (2, 2)), mode))  # type: ignore[call-overload]
+    tops, lefts = (draws[:, :2] * 5).long().T.tolist()
+    for index, (top, left) in enumerate(zip(tops, lefts, strict=True)):
+        # mirrored before the shift or after it, the set of outcomes is the same; here the mirror acts on the window
+        window = padded[index, :, top : top + 9, left : left + 9]
+        mirrored = padded[index].flip(2)[:, top : top + 9, 4 - left : 13 - left].flip(2)
+        assert torch.equal(mirrored, window)
+        wanted = padded[index].flip(2)[:, top : top + 9, 4 - left : 13 - left] if draws[index, 2] < 0.5 else window
+        assert torch.equal(got[index], wanted)

@@ -1,0 +1,97 @@
+"""When checkpoints are written, and which is the best."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
+
+from lockstep import checkpoint_io
+from lockstep.callbacks import Checkpoint
+from lockstep.layout import Refusal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_last_and_best(tmp_path: Path) -> None:
+    callback = Checkpoint(record={"config": {"lr": 0.1}, "fingerprint": "f"})
+    trainer_with(tmp_path, callback, epochs=3).fit(Plain(), **loaders())
+    assert step_of(callback.last_path) == 3 * STEPS
+    assert step_of(callback.best_path) == 2 * STEPS  # the scores are 0.5, 0.75, 0.25
+    assert callback.best_score == 0.75
+    assert callback.seconds > 0
+    assert callback.last_path is not None
+    content = checkpoint_io.load(callback.last_path)
+    metrics = {"val/acc": 0.25, "val/loss": 0.75}
+    assert content["lockstep"] == {"config": {"lr": 0.1}, "fingerprint": "f", "metrics": metrics}
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["best.ckpt", "last.ckpt"]
+
+
+def test_a_smaller_loss_is_better_with_mode_min_and_nan_never(tmp_path: Path) -> None:
+    class Diverging(Plain):
+        scores = (math.nan, 0.5, math.nan)
+
+    callback = Checkpoint(monitor="val/loss", mode="min", folder=tmp_path / "run")
+    trainer_with(tmp_path, callback, epochs=3).fit(Diverging(), **loaders())
+    assert callback.best_score == 0.5
+    assert step_of(callback.best_path) == 2 * STEPS
+    assert callback.best_path == tmp_path / "run" / "checkpoints" / "best.ckpt"
+
+
+def test_every_so_many_steps_and_validation_inside_an_epoch(tmp_path: Path) -> None:
+    saves: list[int] = []
+
+    class Watched(Checkpoint):
+        def save(self, trainer: pl.Trainer) -> None:
+            saves.append(trainer.global_step)
+            super().save(trainer)
+
+    callback = Watched(every=4)
+    trainer_with(tmp_path, callback, epochs=2, val_check_interval=3).fit(Plain(), **loaders())
+    # 3: the first score is the best; 4, 8, 12: every four; 6, 12: epochs; 9: a better score.
+    assert saves == [3, 4, 6, 8, 9, 12]
+    assert step_of(callback.best_path) == 12
+
+
+def test_the_best_are_weights_that_were_validated(tmp_path: Path) -> None:
+    """Not those of the epoch's end that came after it, under the score that Lightning still shows."""
+    callback = Checkpoint()
+    options = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    trainer_with(tmp_path, callback, epochs=2, **options).fit(Plain(), **loaders())
+    assert callback.best_score == 0.75  # at step 10; epochs end at 6 and 12
+    assert step_of(callback.best_path) == 10
+
+
+def test_a_monitor_that_nothing_logs_is_refused_with_what_is_logged(tmp_path: Path) -> None:
+    callback = Checkpoint(monitor="val/accuracy")
+    with pytest.raises(Refusal, match=r"val/accuracy: nothing logs it; logged: .*val/acc, val/loss"):
+        trainer_with(tmp_path, callback).fit(Plain(), **loaders())
+    with pytest.raises(Refusal, match="must be max or min"):
+        Checkpoint(mode="best")
+
+
+def test_without_validation_there_is_a_last_and_no_best(tmp_path: Path) -> None:
+    callback = Checkpoint()
+    trainer_with(tmp_path, callback).fit(Plain(), train_dataloaders=Loader())
+    assert callback.best_path is None
+    assert step_of(callback.last_path) == STEPS
+
+
+@pytest.mark.parametrize("where", ["same folder", "new folder", "new folder without the best", "killed before best"])
+def test_the_best_survives_a_resume(tmp_path: Path, where: str) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    epochs = 2 if where == "killed before best" else 3  # after epoch 2, the best is the last
+    trainer_with(tmp_path, Checkpoint(folder=first), epochs=epochs).fit(Plain(), **loaders())
+    if where != "same folder" and where != "new folder":
+        (first / "checkpoints" / "best.ckpt").unlink()
+    callback = Checkpoint(folder=second if where.startswith("new") else first)
+    resumed = trainer_with(tmp_path, callback, epochs=4)
+    resumed.fit(Plain(), **loaders(), ckpt_path=str(first / "checkpoints" / "last.ckpt"))
+    if where == "new folder without the best":  # epoch 4 scores 0.5, the best of those that are there
+        assert (callback.best_score, step_of(callback.best_path)) == (0.5, 4 * STEPS)
+    else:
+        assert (callback.best_score, step_of(callback.best_path)) == (0.75, 2 * STEPS)

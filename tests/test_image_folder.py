@@ -1,0 +1,95 @@
+"""Folders of images: read, and refused where something is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_data import config, one_line
+
+from lockstep.data import image_folder, open_data
+from lockstep.data.datasets import fetch
+from lockstep.data.folder import FolderDataset
+from lockstep.layout import Refusal
+
+
+def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
+    rng = np.random.default_rng(2)
+    for part in parts:
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(each):
+                Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    found = open_data(config("image_folder", image_size=8, val_fraction=0.25), str(write_images(tmp_path)))
+    assert (len(found.train), len(found.val), len(found.test)) == (9, 3, 12)
+    assert found.spec.classes == ("cat", "dog")
+    images, labels = fetch(found.test, np.arange(12))
+    assert (images.dtype, images.shape) == (torch.uint8, (12, 3, 8, 8))
+    assert labels.tolist() == [0] * 6 + [1] * 6
+    grey = open_data(config("image_folder", channels=1), str(tmp_path))
+    assert fetch(grey.test, np.arange(2))[0].shape == (2, 1, 32, 32)
+    write_images(tmp_path, ("val",), each=2)
+    assert (len(open_data(config("image_folder"), str(tmp_path)).val)) == 4
+
+
+def test_image_folder_fingerprint_follows_names_and_sizes(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    before = open_data(config("image_folder"), str(tmp_path)).fingerprint
+    assert open_data(config("image_folder"), str(tmp_path)).fingerprint == before
+    (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / "00.png")
+    assert open_data(config("image_folder"), str(tmp_path)).fingerprint != before
+
+
+def spoil(root: Path, how: str) -> None:
+    cat = root / "train" / "cat"
+    if how == "empty class":
+        for file in cat.iterdir():
+            file.rename(file.with_suffix(".txt"))
+    elif how == "no classes":
+        (root / "test").rename(root / "other")
+        (root / "test").mkdir()
+    elif how == "no test":
+        (root / "test").rename(root / "other")
+    elif how == "other classes":
+        cat.rename(cat.with_name("lion"))
+    elif how == "unreadable":
+        (cat / "3.png").write_bytes(b"not an image")
+        (cat / "4.png").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("empty class", ["no image in", "train/cat"]),
+        ("no classes", ["test has no folders"]),
+        ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("other classes", ["same classes", "only test/ has cat (and 1 more)"]),
+        ("unreadable", ["cat/3.png", "and 1 more"]),
+    ],
+)
+def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
+    spoil(write_images(tmp_path), how)
+    with pytest.raises(Refusal) as error:
+        image_folder(str(tmp_path))
+    assert all(word in one_line(error) for word in words), one_line(error)
+
+
+def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"data_dir=.*nowhere is no folder"):
+        image_folder(str(tmp_path / "nowhere"))
+
+
+def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
+    dataset = FolderDataset(write_images(tmp_path) / "train", 8, 3)
+    whole = dataset.path(4).read_bytes()
+    dataset.path(4).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
+        dataset[4]

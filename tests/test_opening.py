@@ -1,0 +1,82 @@
+"""Opening a data set: embedded ones, what is held out, and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_data import CONF, arrays, config, one_line
+
+from lockstep.data import open_data
+from lockstep.data.datasets import fingerprint
+from lockstep.data.embedded import enlarge, synthetic
+from lockstep.data.opening import hold_out
+from lockstep.layout import Refusal
+
+
+def test_digits_split_is_stratified_and_fixed() -> None:
+    found = open_data(config("digits"), "nowhere")
+    counts = np.bincount(found.test.labels.numpy())
+    assert len(found.train) + len(found.val) + len(found.test) == 1797
+    assert len(found.test) == 359
+    assert counts.min() >= 35
+    assert counts.max() <= 37
+    # a changed split or enlargement would make every published number incomparable
+    assert found.fingerprint == open_data(config("digits"), "elsewhere", seed=9).fingerprint
+    assert fingerprint(found.test).startswith("6cf35046c249215d")
+
+
+def test_enlarge_keeps_constants_and_range() -> None:
+    assert (enlarge(np.full((1, 8, 8), 16), 28) == 255).all()
+    assert (enlarge(np.zeros((1, 8, 8), dtype=np.int64), 28) == 0).all()
+    ramp = enlarge(np.broadcast_to(np.arange(8) * 2, (1, 8, 8)), 28)[0]
+    assert (np.diff(ramp.astype(int), axis=1) >= 0).all()
+    assert (ramp == ramp[:1]).all()
+
+
+def test_synthetic_images_can_be_told_apart() -> None:
+    source = synthetic(samples=200, image_size=20)
+    images, labels = source.train.images.float().flatten(1), source.train.labels
+    centres = torch.stack([images[labels == label].mean(0) for label in range(10)])
+    nearest = torch.cdist(source.test.images.float().flatten(1), centres).argmin(1)
+    assert (nearest == source.test.labels).float().mean() > 0.9
+
+
+def test_held_out_samples_are_those_of_smallest_hash() -> None:
+    train, val = hold_out(arrays(1000), 0.1, 0)
+    assert len(val) == 100
+    assert sorted([*train.indices, *val.indices]) == list(range(1000))
+    assert list(hold_out(arrays(1000), 0.1, 0)[1].indices) == list(val.indices)
+    assert set(hold_out(arrays(1000), 0.1, 1)[1].indices) != set(val.indices)
+    assert set(val.indices) < set(hold_out(arrays(1000), 0.2, 0)[1].indices)  # a larger fraction only adds
+    assert hold_out(arrays(5), 0.0, 0)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be at least 0 and below 1"),
+        ({"val_fraction": -0.1}, "data.val_fraction=-0.1"),
+        ({"val_fraction": 0.9999}, "none would be left"),
+        ({"augment": {"crop": 28}}, "less than the images' 28 pixels"),
+        ({"augment": {"crop": -1}}, "data.augment.crop=-1"),
+        ({"augment": {"flop": True}}, "data.augment.flop: there is no such key"),
+        ({"augment": "crop"}, "data.augment=crop"),
+        ({"samples": "many"}, "data.samples=many"),
+        ({"num_classes": 1}, "data.num_classes=1"),
+        ({"sampels": 4}, "did you mean samples"),
+    ],
+)
+def test_options_out_of_range_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refusal) as error:
+        open_data(config("synthetic", **change), "nowhere")
+    assert words in one_line(error)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_every_config_names_itself_and_its_opener(name: str) -> None:
+    found = config(name)
+    assert found["name"] == name
+    assert found["_target_"] == f"lockstep.data.{name}"
