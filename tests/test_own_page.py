@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shlex
@@ -31,7 +32,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for part in ("src", "conf"):
         shutil.copytree(ROOT / part, project / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     blocks = BLOCK.findall(page)
-    assert len(blocks) == page.count("```") // 2 == 6  # none is left out
+    assert len(blocks) == page.count("```") // 2 == 10  # none is left out
     for name, text in blocks:
         with (project / name).open("a") as file:
             file.write(text + "\n\n")
@@ -69,3 +70,18 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     halves = [f1_score(labels[part], found[part], average="macro") for part in (slice(90), slice(90, None))]
     assert abs(logged["val/f1"] - sum(halves) / 2) > 1e-4  # the control: the mean of two halves is another number
     assert (folder / "checkpoints" / "best.ckpt").exists()
+
+
+def test_a_callback_ends_the_run(followed: list[Path]) -> None:
+    summary = summary_of(followed[3])
+    assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
+    best = torch.load(followed[3] / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["epoch"] + 1 == summary["epochs"] - 2  # its patience
+    assert summary["metrics"]["test/acc"] > 0.8
+
+
+def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
+    with (followed[4] / "table" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
+    assert not (followed[4] / "tensorboard").exists()

@@ -95,6 +95,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Call
 
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
+    if "_target_" in config.logger:
+        return [build("logger", config.logger, folder=folder, save_dir=folder)]
     name = config.logger.get("name", "none")
     if name == "tensorboard":
         # Hides what a killed run logged after its last checkpoint. At the first start too: of the starts that it finds,

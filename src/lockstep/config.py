@@ -130,7 +130,7 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
         raise Refusal("resident=true: there is no GPU for the data to lie on; resident=auto")
     if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
         raise Refusal(f"exact=true holds for precision=64-true, 32-true and bf16-mixed, not {values['precision']}")
-    for group in ("model", "data"):
+    for group in ("model", "data", "callbacks", "logger"):
         for target in named(values[group]):
             check_target(f"{group}._target_", target)
     strategy = values["strategy"]
