@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep import checkpoint_io, fast, logs
 from lockstep.atomic import replacing
+from lockstep.callbacks import Heartbeat
 from lockstep.config import Config
 from lockstep.data import ImageFiles, Spec, Splits, open_data
 from lockstep.evaluation import config_of, record_of
@@ -82,7 +83,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     fast.set_up(config.layout, config.threads, config.allocator)
     predictor = Predictor(load_module(config, splits))
     data = make_data(config, splits, rank)
-    trainer = make_trainer(replace(config, logger={}), folder, [])
+    trainer = make_trainer(replace(config, logger={}), folder, [Heartbeat()])
     trainer.test(predictor, datamodule=data, verbose=False)
     parts: list[Any] = [predictor.found]
     if trainer.world_size > 1:
