@@ -16,6 +16,7 @@ from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
 from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.layout import Refusal
+from lockstep.loop import StepLoop
 
 log = logging.getLogger("lockstep")
 
@@ -123,6 +124,8 @@ class Checkpoint(LightningCheckpoint):
         self._check_monitor(trainer)
         improved = self._improved(trainer)
         self._validated = False
+        if isinstance(loop := trainer.fit_loop.epoch_loop, StepLoop):
+            loop.follow_metrics()
         self.save(trainer)
         if improved:
             self._publish_best(trainer)
