@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import Subset
 
@@ -38,7 +41,9 @@ LOG = logging.getLogger("lockstep")
 
 
 def total_steps(config: Config, samples: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
+    if config.checkpoint is not None:
+        return sys.maxsize
     steps = config.max_epochs * Plan(samples, config.batch_size, config.layout.pieces, config.seed).steps_per_epoch
     return min(steps, config.max_steps or steps)
 
@@ -101,8 +106,19 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         purge = step + 1 if step else None  # hides what a killed run logged after its last checkpoint
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=purge)]
     if name == "csv":
-        return [CSVLogger(folder, name="", version="csv")]
+        return [_csv_logger(folder, step)]
     return []
+
+
+def _csv_logger(folder: Path, step: int) -> CSVLogger:
+    """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
+    logger, path = CSVLogger(folder, name="", version="csv"), folder / "csv" / "metrics.csv"
+    if step and os.environ.get("RANK", "0") == "0" and path.exists():
+        with open(path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= step]
+        logger.experiment.metrics = rows
+        logger.save()
+    return logger
 
 
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
@@ -238,7 +254,15 @@ def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Call
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
-    return [build(f"callbacks.{name}", options, **offers) for name, options in config.callbacks.items() if options]
+    named = config.callbacks.items()
+    made = {name: build(f"callbacks.{name}", options, **offers) for name, options in named if options}
+    for name, callback in made.items():
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            raise Refusal(
+                f"callbacks.{name}: {type(callback).__name__} changes how many batches make a step, which is the "
+                "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
+            )
+    return list(made.values())
 
 
 def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
