@@ -118,6 +118,7 @@ REFUSED: list[tuple[str, str]] = [
     ("exact=maybe", "exact=maybe.*true or false"),
     ("exact=true precision=bf16-true", "exact=true.*64-true, 32-true and bf16-mixed, not bf16-true"),
     ("name=../elsewhere", "name=../elsewhere.*letter or digit"),
+    ("strategy=ddp devices=2 pieces=3 batch_size=48 strategy.shares=auto", "two pieces or more of each device"),
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*list of 2 numbers"),
     ("strategy=dp devices=2 +strategy.compression=bf16", "strategy.compression=bf16.*only ddp"),
     ("strategy=ddp devices=2 strategy.sync_batchnorm=true", "strategy.sync_batchnorm=true.*GPUs only"),

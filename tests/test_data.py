@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from typing import Any
 
@@ -237,3 +238,30 @@ def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not beats
         found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(), seed=0))
     assert len(beats) == len(found or []) == 3
+
+
+class Inverted(Subset[Any]):
+    """A user's: a subset that transforms its samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return 255 - image, label
+
+    def __getitems__(self, ids: Any) -> list[Any]:
+        return [self[int(index)] for index in ids]
+
+
+def test_a_subset_of_the_users_own_transforms_its_samples() -> None:
+    whole, ids = arrays(10), np.array([1, 4])
+    images, labels = fetch(Inverted(whole, range(2, 8)), ids)  # type: ignore[arg-type]
+    assert torch.equal(images, 255 - whole.images[ids + 2])
+    assert labels.tolist() == [3, 6]
+    assert torch.equal(fetch(Subset(whole, range(2, 8)), ids)[0], whole.images[ids + 2])  # type: ignore[arg-type]
+
+
+def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 prefers a server; to `die_with`, its children are orphans."""
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    multiprocessing.set_start_method("forkserver")
+    data = module(splits(arrays(20)), layout(), workers=1)
+    assert [len(share.turns) for share in data.train_dataloader()] == [1, 1]

@@ -357,3 +357,24 @@ def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:
     trainer, _ = fit(tmp_path, module, ours=True, max_steps=2, policy="skip")
     assert trainer.global_step == 2
     assert torch.equal(weights(module), before)
+
+
+class Still(Net):
+    """Its normalisation is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        nn.init.uniform_(self.net[2].running_mean)  # type: ignore[arg-type]
+
+    def on_train_epoch_start(self) -> None:
+        self.net[2].eval()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_running_statistics_that_are_frozen_stay(tmp_path: Path, exact: bool) -> None:
+    module, fresh = Still(), Still()
+    fit(tmp_path, module, ours=True, pieces=8, exact=exact, max_epochs=20)
+    before, after = fresh.net[2].state_dict(), module.net[2].state_dict()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(before[name], after[name]), name
+    assert not torch.equal(before["weight"], after["weight"])

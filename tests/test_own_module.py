@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, Program, summary_of
+from conftest import ROOT, Program, Run, summary_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.data import Splits, open_data
@@ -192,3 +193,151 @@ def train_loss(folder: Path) -> list[tuple[int, float]]:
     """The curve of `train_loss` as TensorBoard shows it."""
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
+
+
+VARIANTS = """
+
+
+class Synced(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+
+class Unfrozen(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.net[1].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[1].requires_grad_(True)
+
+
+class Spare(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.spare = nn.Linear(3, 3)
+
+
+class Counts(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.seen = MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.seen.update(logits, y)
+        return F.cross_entropy(logits, y)
+
+    def on_train_epoch_end(self):
+        counted = float(self.seen.tp + self.seen.fn)
+        self.log("train/seen", counted, sync_dist=True, reduce_fx="sum")
+        self.seen.reset()
+
+
+class Plateau(LitDigits):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.999)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "train_loss"}}
+
+
+class Swa(pl.callbacks.StochasticWeightAveraging):
+    def __init__(self):
+        super().__init__(swa_lrs=0.05)
+
+
+class SlowTest(LitDigits):
+    def test_step(self, batch, batch_idx):
+        time.sleep(0.4)
+        super().test_step(batch, batch_idx)
+"""
+
+
+@pytest.fixture(scope="module")
+def variants(project: Path) -> Path:
+    """The project with more modules of the user's own; `model=variant model._target_=variants.<one of them>`."""
+    (project / "src" / "variants.py").write_text("import time\n" + MODULE + VARIANTS)
+    (project / "conf" / "model" / "variant.yaml").write_text("name: variant\n_target_: variants.LitDigits\n")
+    return project
+
+
+def variant(project: Path, outputs: Path, name: str, *overrides: str, ok: bool = True) -> Run:
+    train = Program(outputs, str(project / "src" / "train.py"))
+    task = (*TASK, "model=variant", f"model._target_=variants.{name}", *overrides)
+    return train(*task, cwd=project, ok=ok, timeout=60)
+
+
+def test_ranks_with_unequal_turns_log_together(variants: Path, tmp_path: Path) -> None:
+    """Each `self.log(..., sync_dist=True)` would be a collective, and one rank makes two of them, the other one."""
+    shared = ("strategy=ddp", "devices=2", "pieces=3", "hang_timeout=20", "logger=csv", "log_every=1", "max_steps=1")
+    run = variant(variants, tmp_path / "shared", "Synced", *shared)
+    plain = variant(variants, tmp_path / "alone", "Synced", "pieces=3", "logger=csv", "log_every=1", "max_steps=1")
+    files = [r.folder / "csv" / "metrics.csv" for r in (run, plain)]
+    logged = [float(next(csv.DictReader(file.read_text().splitlines()))["train/loss"]) for file in files]
+    assert abs(logged[0] - logged[1]) > 1e-4  # the mean of two ranks' last pieces, not that of one
+
+
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_what_is_unfrozen_in_mid_run_is_trained_alike_on_every_layout(
+    variants: Path, tmp_path: Path, exact: str
+) -> None:
+    layouts = {"one": ("devices=1",), "ddp": ("strategy=ddp", "devices=2"), "dp": ("strategy=dp", "devices=2")}
+    runs = [variant(variants, tmp_path / n, "Unfrozen", f"exact={exact}", *on) for n, on in layouts.items()]
+    frozen = variant(variants, tmp_path / "frozen", "Unfrozen", f"exact={exact}", "max_epochs=1")
+    expected = weights(variant(variants, tmp_path / "plain", "Unfrozen", "pieces=1").folder)
+    for run in runs:
+        assert float((weights(run.folder) - expected).norm() / expected.norm()) < 1e-10
+    assert float((weights(frozen.folder) - expected).norm() / expected.norm()) > 1e-3
+    assert exact == "false" or len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path, "Spare", "strategy=ddp", "devices=2", ok=False)
+    assert run.returncode == 2
+    assert "no gradient has reached spare.weight, spare.bias" in run.stderr
+
+
+def test_more_ranks_than_validation_samples(variants: Path, tmp_path: Path) -> None:
+    """No rank waits for one that has no sample, and what is counted in training meanwhile stays."""
+    few = ("data.val_fraction=0.03", "strategy=ddp", "devices=4", "pieces=8", "val_every=3", "hang_timeout=20")
+    run = variant(variants, tmp_path, "Counts", *few)
+    assert run.summary["metrics"]["train/seen"] == 87
+    right = 3 * run.summary["metrics"]["val/acc"]  # of three samples
+    assert right == pytest.approx(round(right))
+
+
+def test_a_schedule_that_follows_a_metric_goes_on_where_it_was(variants: Path, tmp_path: Path) -> None:
+    through = variant(variants, tmp_path / "through", "Plateau", "max_epochs=4")
+    cut = variant(variants, tmp_path / "cut", "Plateau", "max_epochs=2")
+    halfway = cut.summary["weights_sha256"]
+    train = Program(tmp_path / "cut", str(variants / "src" / "train.py"))
+    run = train(f"resume={cut.folder}", "max_epochs=4", cwd=variants)
+    assert run.summary["weights_sha256"] == through.summary["weights_sha256"] != halfway
+
+
+def test_a_callback_that_would_accumulate_by_itself_is_refused(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path, "LitDigits", "+callbacks.swa._target_=variants.Swa", ok=False)
+    assert run.returncode == 2
+    assert "callbacks.swa: Swa changes how many batches make a step" in run.stderr
+
+
+def test_csv_keeps_its_rows_when_a_run_goes_on(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path, "LitDigits", "logger=csv", "log_every=1", "max_epochs=1")
+    before = (run.folder / "csv" / "metrics.csv").read_text().splitlines()
+    train = Program(tmp_path, str(variants / "src" / "train.py"))
+    train(f"resume={run.folder}", "max_epochs=2", cwd=variants)
+    after = (run.folder / "csv" / "metrics.csv").read_text().splitlines()
+    assert len(before) < len(after)
+    assert after[: len(before)] == before
+
+
+def test_an_evaluation_that_takes_long_is_not_silent(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=1500")  # 300 to be tested
+    evaluate = Program(tmp_path / "evaluated", str(variants / "src" / "evaluate.py"))
+    found = evaluate(f"checkpoint={run.folder}", "batch_size=16", "+hang_timeout=1.2", "accelerator=cpu", cwd=variants)
+    assert found.summary["metrics"]["test/acc"] == run.summary["metrics"]["test/acc"]

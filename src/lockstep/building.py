@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import os
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep import fast
@@ -30,7 +33,9 @@ from lockstep.workers.environment import STARTED
 
 
 def total_steps(config: Config, samples: int) -> int:
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
+    if config.checkpoint is not None:
+        return sys.maxsize
     steps = config.max_epochs * Plan(samples, config.batch_size, config.layout.pieces, config.seed).steps_per_epoch
     return min(steps, config.max_steps or steps)
 
@@ -90,7 +95,15 @@ def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Call
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
-    return [build(f"callbacks.{name}", options, **offers) for name, options in config.callbacks.items() if options]
+    named = config.callbacks.items()
+    made = {name: build(f"callbacks.{name}", options, **offers) for name, options in named if options}
+    for name, callback in made.items():
+        if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
+            raise Refusal(
+                f"callbacks.{name}: {type(callback).__name__} changes how many batches make a step, which is the "
+                "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
+            )
+    return list(made.values())
 
 
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
@@ -103,8 +116,19 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         # TensorBoard takes only those after the first for a restart.
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1)]
     if name == "csv":
-        return [CSVLogger(folder, name="", version="csv")]
+        return [_csv_logger(folder, step)]
     return []
+
+
+def _csv_logger(folder: Path, step: int) -> CSVLogger:
+    """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
+    logger, path = CSVLogger(folder, name="", version="csv"), folder / "csv" / "metrics.csv"
+    if step and os.environ.get("RANK", "0") == "0" and path.exists():
+        with open(path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= step]
+        logger.experiment.metrics = rows
+        logger.save()
+    return logger
 
 
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:

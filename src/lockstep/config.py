@@ -151,9 +151,10 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
         shares=strategy["shares"],
         even=even,
     )
-    if strategy["balance"] and layout.pieces <= layout.world:
+    if strategy["balance"] and layout.pieces < 2 * layout.world:
         raise Refusal(
-            f"strategy.shares=auto deals more pieces than {layout.world} devices: give pieces={8 * layout.world}, say"
+            f"strategy.shares=auto measures two pieces or more of each device, and there are {layout.pieces} for "
+            f"{layout.world}: give pieces={8 * layout.world}, say"
         )
     return Config(**values, layout=layout, raw=dict(raw))
 

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep import checkpoint_io, fast, logs
 from lockstep.account import Run
 from lockstep.building import make_callbacks, make_data, make_module, make_trainer
-from lockstep.callbacks import StandIn
+from lockstep.callbacks import Heartbeat, StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
 from lockstep.data import Splits
@@ -64,7 +64,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
-    trainer = make_trainer(config, folder, [StandIn(), *make_callbacks(config, splits, folder)])
+    trainer = make_trainer(config, folder, [StandIn(), Heartbeat(), *make_callbacks(config, splits, folder)])
     run = Run(config, splits, folder, trainer, started)
     trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.fitted()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.exact import ExactSum, alone
+from lockstep.layout import Refusal
 
 
 class GradientSum:
@@ -30,6 +31,7 @@ class GradientSum:
         self.strategy = strategy
         self.processes = processes
         self.late = late
+        self.apart = late  # in this step: DDP has no part in it
 
     @property
     def state(self) -> dict[str, Any]:
@@ -41,7 +43,8 @@ class GradientSum:
         """Takes what a checkpoint held."""
 
     def begin(self, share: Any) -> None:
-        """Before the first turn."""
+        """Before the first turn. Where what is trained has changed since DDP was told, it would leave that out."""
+        self.apart = self.late or (self.processes > 1 and self.strategy.outdated)
 
     def weight(self, turn: Any, share: Any) -> float:
         """What a turn's mean loss counts for. DDP divides by the number of processes, so that is multiplied in."""
@@ -50,7 +53,7 @@ class GradientSum:
     def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
         """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
         every process has a sample, since DDP's reducer waits for all of them."""
-        fires = number == len(share.turns) - 1 and share.everyone and not self.late
+        fires = number == len(share.turns) - 1 and share.everyone and not self.apart
         return nullcontext() if fires or self.processes == 1 else self.strategy.no_sync()
 
     def collect(self, turn: Any) -> None:
@@ -58,7 +61,15 @@ class GradientSum:
 
     def finish(self, share: Any) -> None:
         """After the last turn: where some process had no sample, all of them sum what DDP did not."""
-        if (share.everyone and not self.late) or self.processes == 1:
+        if self.processes == 1:
+            return
+        if share.everyone and not self.apart:
+            if names := self.strategy.unreached():
+                shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+                raise Refusal(
+                    f"strategy=ddp: no gradient has reached {shown}, and DDP waits for it: use it in training_step, or "
+                    "freeze it by requires_grad_(False)"
+                )
             return
         parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -80,25 +91,30 @@ class ExactGradientSum(GradientSum):
     def __init__(self, strategy: Any, processes: int, late: bool = True) -> None:
         super().__init__(strategy, processes, late)
         self.sum: ExactSum | None = None
-        self.parameters: list[torch.nn.Parameter] = []
+        self.everything: list[torch.nn.Parameter] = []
+        self.parameters: list[torch.nn.Parameter] = []  # those that are trained
+        self._restored: list[int | None] = []
 
     @property
     def state(self) -> dict[str, Any]:
         """The grids, which follow from the steps before."""
-        return {} if self.sum is None else {"exponents": self.sum.exponents}
+        exponents = self._restored if self.sum is None else self.sum.exponents
+        return {"exponents": exponents} if exponents else {}
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        self._grids().exponents = list(state["exponents"])
-
-    def _grids(self) -> ExactSum:
-        if self.sum is None:
-            self.parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
-            self.sum = ExactSum([p.detach() for p in self.parameters])
-        return self.sum
+        self._restored = list(state["exponents"])
 
     def begin(self, share: Any) -> None:
-        self._grids().begin()
+        if not self.everything:
+            self.everything = list(self.strategy.lightning_module.parameters())
+        trained = [p for p in self.everything if p.requires_grad]
+        if self.sum is None or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
+            self.sum, self.parameters = ExactSum([p.detach() for p in trained]), trained
+            restored, self._restored = self._restored, []
+            if len(restored) == len(self.sum.exponents):
+                self.sum.exponents = restored
+        self.sum.begin()
 
     def weight(self, turn: Any, share: Any) -> float:
         return float(sum(turn.sizes))
@@ -107,15 +123,17 @@ class ExactGradientSum(GradientSum):
         return self.strategy.no_sync()
 
     def collect(self, turn: Any) -> None:
+        assert self.sum is not None
         for gradients in self.strategy.piece_gradients(self.parameters):
-            self._grids().add(
+            self.sum.add(
                 [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
             )
         for parameter in self.parameters:
             parameter.grad = None
 
     def finish(self, share: Any) -> None:
-        sums = self._grids().total(all_reduce if self.processes > 1 else alone, share.samples)
+        assert self.sum is not None
+        sums = self.sum.total(all_reduce if self.processes > 1 else alone, share.samples)
         for parameter, gradient in zip(self.parameters, sums, strict=True):
             parameter.grad = gradient
 

@@ -96,6 +96,7 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     table = np.memmap(path, dtype=np.float64, mode="w+", shape=(workers, 4))
     os.environ[VARIABLE] = str(path)
     done, found = threading.Event(), dict[int, str]()
+    pause = min(1.0, timeout / 4)
 
     parent, busy = os.getpid(), time.monotonic()
     others = _children(parent) or set()  # that are nothing to the agent
@@ -103,7 +104,13 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
 
     def watch() -> None:
         nonlocal busy, compiled
-        while not done.wait(min(1.0, timeout / 4)):
+        looked = time.time()
+        while not done.wait(pause):
+            last, looked = looked, time.time()
+            if looked - last > 2 * pause:  # all stood still, with Ctrl-Z or the machine: silence before says nothing
+                busy = time.monotonic()
+                told = table[:, 0]
+                table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
             children = _children(parent)
             if not alone or children is None or children - others:
                 busy = time.monotonic()

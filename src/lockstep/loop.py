@@ -3,10 +3,10 @@
 A batch that the loader yields is a `Share`: what this process computes of one optimizer step. So everything that
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps, and no micro-batch is
 ever seen outside step.py. The only private names of Lightning that the project builds on stand here, in step.py and
-hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` and
-`_batches_that_stepped`, the fit loop's `_iteration_based_training`, `trainer._logger_connector` (what `self.log`
-needs, and at which step it is shown), and `trainer._signal_connector` (who hears signals). tests/test_loop.py fails
-when they change.
+hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` (with their
+`_forward_cache`, in strategies/ddp.py) and `_batches_that_stepped`, the fit loop's `_iteration_based_training`,
+`trainer._logger_connector` (what `self.log` needs, and at which step it is shown), and `trainer._signal_connector` (who
+hears signals). tests/test_loop.py fails when they change.
 
 Lightning's own path through a step costs 0.6 ms, which a small network feels. Where nobody needs what it offers
 (`hooks.lean`), the same calls are made from here, to the same effect: a third of that.
@@ -55,6 +55,7 @@ class StepLoop(_TrainingEpochLoop):
         self.lean = False
         self.hooks: Hooks
         self._validates: bool | None = None  # whether this epoch does
+        self._followed = False  # whether this epoch's end has moved what follows a metric
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """An epoch that `max_steps` has cut short goes on: Lightning has counted it, and would leave the rest out."""
@@ -71,6 +72,7 @@ class StepLoop(_TrainingEpochLoop):
         self._batches_that_stepped = self.global_step
         self.lean = lean(self.trainer)
         self._validates = super()._should_check_val_epoch()
+        self._followed = False
         self.hooks = self.automatic_optimization.hooks = Hooks(self.trainer)
 
     def advance(self, data_fetcher: Any) -> None:
@@ -120,8 +122,16 @@ class StepLoop(_TrainingEpochLoop):
         return self.automatic_optimization.optim_progress.optimizer_steps
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if not self.lean:  # else `_schedule` has
+        done = self._followed and interval == "epoch" and update_plateau_schedulers
+        if not self.lean and not done:  # else `_schedule` has, or `follow_metrics`
             super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def follow_metrics(self) -> None:
+        """At an epoch's end, before it is saved: moves schedules that follow a metric. Lightning does so afterwards,
+        and a run resumed from there would leave it out."""
+        if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            self._followed = True
 
     def _should_accumulate(self) -> bool:
         """Never over batches: every one is a whole step."""

@@ -33,11 +33,11 @@ class RunningStats:
             if isinstance(getattr(layer, "running_mean", None), Tensor) and getattr(layer, "momentum", 0) is not None
         }
         kinds = ("running_mean", "running_var")
+        self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
         self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
-        self.counters = [
-            layer.num_batches_tracked for layer in layers.values() if layer.num_batches_tracked is not None
-        ]
+        self.counted = [layer for layer in self.layers if layer.num_batches_tracked is not None]
+        self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.counted]
         self.strategy = strategy
         self.processes = processes
         self.active = False
@@ -53,7 +53,7 @@ class RunningStats:
         self.active = bool(self.buffers) and not alone
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
-            self.counts = [counter + 1 for counter in self.counters]
+            self.counts = [now + layer.training for now, layer in zip(self.counters, self.counted, strict=True)]
             if self.exact is not None:
                 self.exact.begin()
             else:
@@ -86,6 +86,9 @@ class RunningStats:
                 parts = flat.split([total.numel() for total in self.total])
                 self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
             torch._foreach_div_(self.total, share.pieces)
+        for at, layer in enumerate(self.layers):
+            if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
+                self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         if self.counters:
             torch._foreach_copy_(self.counters, self.counts)

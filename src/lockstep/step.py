@@ -131,6 +131,8 @@ class StepOptimization(_AutomaticOptimization):
         share, (losses, extra) = self.memory.take(trainer, share, results, self.gradients, attempt)
         self.gradients.finish(share)
         self.stats.finish(share)
+        if self.gradients.processes > 1 and share.everyone:
+            strategy.share_logged(results)  # type: ignore[attr-defined]
         if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
             self.watch.look(trainer.lightning_module, trainer.optimizers[0], share, losses)
             if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:

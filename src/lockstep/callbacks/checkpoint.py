@@ -16,6 +16,7 @@ from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
 from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.layout import Refusal
+from lockstep.loop import StepLoop
 
 log = logging.getLogger("lockstep")
 
@@ -124,6 +125,8 @@ class Checkpoint(LightningCheckpoint):
         # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
         told = self._validated == trainer.global_step or not self._by_validation
         improved = told and self._improved(trainer)
+        if isinstance(loop := trainer.fit_loop.epoch_loop, StepLoop):
+            loop.follow_metrics()
         self.save(trainer)
         if improved:
             self._publish_best(trainer)

@@ -110,7 +110,7 @@ class ArrayDataset:
 
 def fingerprint(dataset: Any) -> str:
     """SHA-256 of what a dataset holds, where it can tell by a method `fingerprint`; else of its type and length."""
-    if isinstance(dataset, Subset):
+    if type(dataset) is Subset:
         ids = np.asarray(dataset.indices, dtype=np.int64).tobytes()
         return hashlib.sha256(ids + fingerprint(dataset.dataset).encode()).hexdigest()
     if hasattr(dataset, "fingerprint"):
@@ -125,7 +125,7 @@ def fetch(dataset: Any, ids: Ids, seed: int | None = None, epoch: int = 0) -> An
     Without `__getitems__`, items are fetched one by one, and with a `seed` random transforms inside the dataset draw
     from (seed, epoch, sample id): neither worker count nor layout nor resume moves them.
     """
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     if hasattr(dataset, "__getitems__"):
         found = dataset.__getitems__(ids)

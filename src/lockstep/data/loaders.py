@@ -184,6 +184,6 @@ def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:
 
 def streams(dataset: Any) -> bool:
     """Whether a dataset reads its samples from disk, so that loader processes pay (it says so by `streams = True`)."""
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "streams", False))

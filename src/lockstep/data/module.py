@@ -130,6 +130,8 @@ class DataModule(pl.LightningDataModule):
             collate_fn=_same,
             pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
             persistent_workers=keep_workers and workers > 0,
+            # Python 3.14 would start them from a server, which `die_with` takes for a dead parent
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
             # its own, since iterating draws a number: from the global one that would move what comes after
             generator=torch.Generator().manual_seed(self.plan.seed),
             worker_init_fn=partial(_as_loader, os.getpid()),

@@ -60,13 +60,13 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
 
 
 def base(dataset: Any) -> Any:
-    """What lies below subsets."""
-    while isinstance(dataset, Subset):
+    """What lies below subsets; a class of the user's own, which may transform its samples, is none."""
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
 def _moved(dataset: Any, there: dict[int, Any]) -> Any:
-    if isinstance(dataset, Subset):
+    if type(dataset) is Subset:
         return Subset(_moved(dataset.dataset, there), dataset.indices)
     return there.get(id(dataset), dataset)

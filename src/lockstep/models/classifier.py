@@ -137,6 +137,20 @@ class ImageClassifier(LightningModule):
             self._sums = saved["sums"].clone() if self.global_rank == 0 else torch.zeros_like(saved["sums"])
             self._sums_epoch = saved["epoch"]
             self._counted.clear()
+        own = type(self).configure_optimizers is not ImageClassifier.configure_optimizers
+        if checkpoint.get("optimizer_states") and not own:
+            self._follow_config(checkpoint)
+
+    def _follow_config(self, checkpoint: dict[str, Any]) -> None:
+        """A resumed run's lr, momentum and so on are those of its config, not of the run before: only what the
+        optimizer has gathered is kept."""
+        made = self.configure_optimizers()
+        optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+        groups, counted = checkpoint["optimizer_states"][0]["param_groups"], checkpoint["lr_schedulers"][0]
+        for group, new, factor in zip(groups, optimizer.param_groups, schedule.lr_lambdas, strict=False):
+            group |= {name: value for name, value in new.items() if name != "params"}
+            group["lr"] = self.lr * factor(counted["last_epoch"])
+        counted["base_lrs"] = schedule.base_lrs
 
     # Evaluation: counted in integers (see metrics.py), logged at its end.
 

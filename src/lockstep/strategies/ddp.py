@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.nn import Module, Parameter
 
 from lockstep.strategies.single import PieceMixin
 
@@ -36,8 +37,29 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
         )
         self._compression = compression
         self._apart = False
+        self._inside = False
+        self._shared: dict[str, Tensor] = {}
+        self._parameters: list[Parameter] = []
+        self._trained: list[bool] = []
         if sync_batchnorm:
             self._layer_sync = TorchSyncBatchNorm()
+
+    def _setup_model(self, model: Module) -> Any:
+        self._parameters = list(model.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        return super()._setup_model(model)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other parameters are trained than when DDP was made: frozen or unfrozen since."""
+        return [parameter.requires_grad for parameter in self._parameters] != self._trained
+
+    def unreached(self) -> list[str]:
+        """Names of the trained parameters that a backward pass left without a gradient."""
+        if all(p.grad is not None or not p.requires_grad for p in self._parameters):
+            return []
+        named = self.lightning_module.named_parameters()  # type: ignore[union-attr]
+        return [name for name, p in named if p.grad is None and p.requires_grad]
 
     def _register_ddp_hooks(self) -> None:
         """Lightning registers hooks on CUDA only; gloo takes them too."""
@@ -52,6 +74,24 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
         else:
             hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
             model.register_comm_hook(None, hooks[self._compression])
+
+    @contextmanager
+    def turn(self, turn: Any, seeds: list[int]) -> Iterator[None]:
+        """Inside, `self.log(..., sync_dist=True)` does not talk to other ranks: they may have fewer turns."""
+        self._inside = True
+        try:
+            with super().turn(turn, seeds):
+                yield
+        finally:
+            self._inside = False
+
+    def share_logged(self, results: Mapping[str, Any]) -> None:
+        """After a step in which every rank had a turn: what they have logged in their last ones with `sync_dist=True`,
+        together."""
+        for key, result in results.items():
+            new = result._forward_cache is not self._shared.get(key)  # not left from a step before
+            if new and result.is_tensor and result.meta.on_step and result.meta.sync.should:
+                self._shared[key] = result._forward_cache = result.meta.sync(result._forward_cache)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -72,6 +112,8 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and
         means that `self.log(..., sync_dist=True)` divides by it too large (Lightning #21859)."""
+        if self._inside:
+            return tensor
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
