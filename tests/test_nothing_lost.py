@@ -315,8 +315,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
     folder = run_train(*JOB, "max_epochs=1").folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    # the first by the parent, the others by a worker: other weights, another optimizer
-    for refused in ("pieces=3", "data.image_size=16", "optimizer=adamw"):
+    # the first by the parent, the others by a worker: other weights, another optimizer, other steps
+    for refused in ("pieces=3", "data.image_size=16", "optimizer=adamw", "batch_size=16"):
         run = run_train(f"resume={folder}", refused, ok=False)
         assert run.returncode == 2, str(run)
         assert "Traceback" not in run.stderr

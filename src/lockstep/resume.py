@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import slurm
 from lockstep.atomic import replacing
 from lockstep.checks import ROOT
+from lockstep.config import Config
 from lockstep.layout import Refusal
 
 MULTIRUN = {"-m", "--multirun"}
@@ -114,22 +115,24 @@ def _runs(given: Sequence[str], config_name: str) -> Path:
     return Path(config.outputs).absolute() / str(config.name)
 
 
-def must_fit(
-    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], optimizer: Mapping[str, Any]
-) -> None:
+def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config) -> None:
     """Compares a checkpoint with what is to go on from it.
 
     Raises:
-        Refusal: it holds the weights of another network, or the state of another optimizer.
+        Refusal: it holds the weights of another network, the state of another optimizer, or a place in an epoch of
+            other steps.
     """
     sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
     for name in sorted(sizes[0].keys() | sizes[1].keys()):
         there, here = (side.get(name, "missing") for side in sizes)
         if there != here:
             raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
-    before = checkpoint.get("lockstep", {}).get("config", {}).get("optimizer", {}).get("name")
-    if before is not None and before != optimizer.get("name"):
-        raise Refusal(f"optimizer={optimizer.get('name')}: {path} holds the state of {before}")
+    before = checkpoint.get("lockstep", {}).get("config", {})
+    optimizer, batch_size = before.get("optimizer", {}).get("name"), before.get("batch_size", config.batch_size)
+    if optimizer is not None and optimizer != config.optimizer.get("name"):
+        raise Refusal(f"optimizer={config.optimizer.get('name')}: {path} holds the state of {optimizer}")
+    if batch_size != config.batch_size:
+        raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> list[str]:

@@ -49,7 +49,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
-        must_fit(checkpoint, resumed, module.state_dict(), config.optimizer)
+        must_fit(checkpoint, resumed, module.state_dict(), config)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
     compile_module(config, module, trainer)
     if rank == 0:
