@@ -19,7 +19,7 @@ HEADINGS = {
     "gpu": "on a GPU",
 }
 TIMES = {"s", "images/s"}  # units whose ratio is one of times
-COLUMNS = {"ours": 0.15, "other": 0.32, "share": 0.47, "times as\nfast": 0.62, "goal": 0.68}  # where, in their panel
+COLUMNS = {"ours": 0.15, "other": 0.32, "share": 0.47, "times\nas fast": 0.62, "goal": 0.68}  # where, in their panel
 INK, FAINT = "#222222", "#E4E4E4"
 ROW = 0.22  # inches
 SPACE = 1.3  # rows, of a heading
@@ -41,10 +41,11 @@ def draw(folder: Path, path: Path) -> bool:
         return False
     lines = sum(map(len, groups.values())) + SPACE * len(groups)
     heights = [ROW * lines + 0.6, 0.3 * len(limits) + 0.6]
-    with pyplot.rc_context({"font.size": 8.5, "text.color": INK, "axes.edgecolor": GREY, "ytick.color": INK}):
+    with pyplot.rc_context({"figure.dpi": 120, "font.size": 8.5, "text.color": INK, "ytick.color": INK}):
         figure, ((bars, numbers), (parts, empty)) = pyplot.subplots(
             2, 2, figsize=(11.5, sum(heights) + 1), height_ratios=heights, width_ratios=(1, 1), layout="constrained"
         )
+        figure.get_layout_engine().set(w_pad=0.12)
         for panel in (numbers, empty):
             panel.axis("off")
         _shares(bars, numbers, groups)
@@ -55,7 +56,7 @@ def draw(folder: Path, path: Path) -> bool:
             known = dict(zip(labels, handles, strict=True))
             legend = figure.legend(known.values(), known, ncols=5, loc=where, frameon=False, title=said)
             legend.get_title().set(fontsize=11, multialignment="center")
-        figure.savefig(path, dpi=120)
+        figure.savefig(path)
         pyplot.close(figure)
     return True
 
@@ -82,7 +83,13 @@ def _shares(bars: Any, numbers: Any, groups: dict[str, list[Row]]) -> None:
     for part, rows in groups.items():
         at += SPACE
         bars.text(
-            -0.01, at, HEADINGS[part], transform=bars.get_yaxis_transform(), ha="right", va="center", weight="bold"
+            -0.01,
+            at,
+            HEADINGS[part],
+            transform=bars.get_yaxis_transform(),
+            ha="right",
+            va="center_baseline",
+            weight="bold",
         )
         for row in rows:
             at += 1
@@ -111,17 +118,17 @@ def _share(bars: Any, numbers: Any, at: float, row: Row) -> None:
         "ours": _side(row["ours"], row["unit"]),
         "other": _side(row["other"], row["unit"]),
         "share": f"{share:.1%}" if share < 0.1 else f"{share:.0%}",
-        "times as\nfast": _short(1 / share),
+        "times\nas fast": _short(1 / share),
     }
     if row["spread"]:
         ends = [turn(end) for end in row["spread"]]
         bars.plot(ends, [at, at], color=INK, linewidth=1.3, solid_capstyle="butt", label="quartiles over rounds")
     if row["goal"] is not None:
-        bars.plot([turn(row["goal"])] * 2, [at - 0.42, at + 0.42], color=INK, linewidth=2.4, label="goal")
+        bars.plot([turn(row["goal"])] * 2, [at - 0.36, at + 0.36], color=INK, linewidth=2.4, label="goal")
         told["goal"] = f"at most {turn(row['goal']):.0%}{': missed' * missed}"
     for name, text in told.items():
         look = {"weight": "bold"} if name == "share" else {"color": VERMILION} if name == "goal" and missed else {}
-        numbers.text(COLUMNS[name], at, text, ha="left" if name == "goal" else "right", va="center", **look)
+        numbers.text(COLUMNS[name], at, text, ha="left" if name == "goal" else "right", va="center_baseline", **look)
 
 
 def _side(value: float, unit: str) -> str:
