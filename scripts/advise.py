@@ -6,8 +6,8 @@
 It measures steps that send nothing, with 1, 2, 4, ... workers busy at once (they share caches and memory), in a few
 sizes of a piece, and the all-reduce of tensors of several sizes. A layout's step is then predicted as its computation
 plus, under ddp, a ring all-reduce: latency + 2 (N - 1) / N x bytes / bandwidth (Patarasuk and Yuan, Bandwidth optimal
-all-reduce algorithms, 2009). Sending is taken to overlap with nothing. The best are run, which tells how far the
-prediction is off. Takes the config of train.py; writes advise.json.
+all-reduce algorithms, 2009). Sending is taken to overlap with nothing. The best are run, and the best
+on one device, which tells how far the prediction is off. Takes the config of train.py; writes advise.json.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     choices = sorted(predict(raw["batch_size"], offered, config, machine), key=lambda choice: choice.predicted)
     if not choices:
         raise Refusal(f"batch_size={raw['batch_size']}: no layout of this machine holds it")
-    wanted = len(choices) if verify == "all" else whole(1)("verify", verify)
-    for choice in choices[:wanted]:
+    wanted = choices[: len(choices) if verify == "all" else whole(1)("verify", verify)]
+    if not any(choice.devices == 1 for choice in wanted):  # what the answer compares with is measured too
+        wanted += [choice for choice in choices if choice.devices == 1][:1]
+    for choice in wanted:
         print(f"running {choice} ...", file=sys.stderr)
         asked = check({**raw, **layout(choice.strategy, choice.devices, choice.accumulate_grad_batches)})
         choice.measured = launch(run, asked, splits, folder, seconds, layout=asked.layout)

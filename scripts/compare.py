@@ -23,6 +23,7 @@ from comparison.table import Comparison
 from rich.console import Console
 
 from lockstep.layout import Refusal
+from lockstep.plotting import find_pyplot
 
 
 def main() -> int:
@@ -48,15 +49,14 @@ def main() -> int:
         console.print(line, markup=False)
     plots = _plots(found, folder)
     found.write(folder, plots)
-    console.print(f"{os.path.relpath(folder)}: compare.md, compare.csv, compare.json {' '.join(plots)}", markup=False)
+    written = ", ".join(["compare.md", "compare.csv", "compare.json", *plots])
+    console.print(f"{os.path.relpath(folder)}: {written}", markup=False, soft_wrap=True)
     return 0
 
 
 def _plots(found: Comparison, folder: Path) -> list[str]:
     """File names of the plots drawn; none without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if find_pyplot() is None:
         print("no plots: they need matplotlib", file=sys.stderr)
         return []
     from comparison.charts import draw

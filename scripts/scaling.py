@@ -28,6 +28,7 @@ from lockstep.checks import choice, show, whole
 from lockstep.config import Config, check
 from lockstep.data import Splits, open_data
 from lockstep.layout import Refusal
+from lockstep.plotting import GREY, find_pyplot, style
 from lockstep.runs import run_in_workers
 from lockstep.summary import versions, write_summary
 from lockstep.training import train
@@ -145,25 +146,24 @@ def table(points: list[Point]) -> Table:
 
 def plot(points: list[Point], path: Path) -> None:
     """Samples per second over devices; nothing without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
     lines: dict[str, list[Point]] = {}
     for point in points:
         lines.setdefault(f"{point.mode}, {point.strategy}", []).append(point)
-    for name, line in lines.items():
-        axes.plot([p.devices for p in line], [p.samples_per_second for p in line], "o-", label=name)
+    for number, (name, line) in enumerate(lines.items()):
+        axes.plot([p.devices for p in line], [p.samples_per_second for p in line], label=name, **style(number))
     most = max(point.devices for point in points)
     one = points[0].samples_per_second / points[0].devices
-    axes.plot([1, most], [one, most * one], ":", color="gray", label="ideal")
+    axes.plot([1, most], [one, most * one], color=GREY, linewidth=1, label="ideal")
     axes.set(xlabel="devices", ylabel="samples per second", ylim=(0, None), xticks=sorted({p.devices for p in points}))
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(color="#E4E4E4")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

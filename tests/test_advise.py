@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from advice.answer import conclusion
 from advice.prediction import Choice, Machine, predict
 from conftest import ROOT, Program
 
@@ -58,6 +60,20 @@ def test_what_does_not_fit_is_not_offered() -> None:
     }
 
 
+def test_measured_is_compared_with_measured() -> None:
+    found = choices()
+    ddp, one = (found[f"strategy={name} accumulate_grad_batches=1"] for name in ("ddp devices=2", "auto devices=1"))
+    ddp.measured = 0.1
+    asked = SimpleNamespace(batch_size=64, layout=SimpleNamespace(accelerator="cpu"))
+    without: Any = [choice for choice in found.values() if choice.devices > 1]  # one device does not hold it
+    assert "than one device" not in conclusion(without, machine(), asked)
+    one.measured = 0.25
+    said = conclusion([*found.values()], machine(), asked)
+    assert "2.50 times as fast as one device (250.0 ms, measured)" in said
+    assert "dp is one process" in said
+    assert "110.0 ms at best (predicted)" in said
+
+
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")
 
 
@@ -67,9 +83,12 @@ def asked(folder: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
-    said, report = asked(tmp_path, "batch_size=64", "verify=2")
+    said, report = asked(tmp_path, "batch_size=64", "verify=1")
     run = [choice for choice in report["choices"] if choice["measured"]]
-    assert len(run) == 2
+    assert run[0] == report["choices"][0]
+    ones = [choice for choice in report["choices"] if choice["devices"] == 1]
+    assert ones[0]["measured"], "what the answer compares with"
+    assert len(run) == 1 + (run[0] is not ones[0])
     best = min(run, key=lambda choice: choice["measured"])
     assert report["answer"] in said
     assert f"devices={best['devices']} accumulate_grad_batches={best['accumulate_grad_batches']}" in report["answer"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import limit, steps
+from benchmarks import limit, picture, steps
 from benchmarks.players import OPPONENTS, Row, faster, play, row
 from conftest import ROOT
+from matplotlib.text import Text
 
 PLAYER = """
 import sys, time
@@ -95,6 +98,30 @@ def test_operations_belong_to_parts() -> None:
     parts = [limit.part_of(name) for name in names]
     assert parts[0] == parts[1] == "convolutions and matrix products"
     assert parts[2:] == ["normalisation", "copies and conversions", "other arithmetic"]
+
+
+@pytest.mark.parametrize("more", [0, 9])
+def test_nothing_in_the_picture_lies_over_anything(more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    told = ROOT / "docs" / "benchmarks"
+    for path in told.glob("*.json"):
+        report = json.loads(path.read_text())
+        report["rows"] += [line | {"ratio": 1.7, "met": False} for line in report["rows"][-1:] * more]
+        (tmp_path / path.name).write_text(json.dumps(report))
+    assert picture.draw(tmp_path, tmp_path / "performance.png")
+    figure = pyplot.gcf()
+    page = figure.bbox.padded(1)
+    texts = [text for axes in figure.axes for text in axes.texts]
+    texts += [text for axes in figure.axes if axes.axison for text in axes.get_yticklabels()]
+    texts += [text for legend in figure.legends for text in legend.findobj(Text)]
+    boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+    monkeypatch.undo()
+    pyplot.close(figure)
+    assert len(boxes) > 80
+    assert all(page.contains(*corner) for box in boxes for corner in box.corners())
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].padded(-1).overlaps(pair[1].padded(-1))]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from comparison.curves import read_curves
+from comparison.groups import find_runs, grouped
+from comparison.table import Comparison
 from conftest import ROOT, Program
 from torch.utils.tensorboard import SummaryWriter
 
@@ -137,6 +140,7 @@ def test_seeds_are_one_row(sweep: Path) -> None:
     page = (sweep / "compare" / "compare.md").read_text()
     assert "| ddp 2 devices, 2 pieces | 32 | 2 of 3 | **0.7000** | 0.1414 | 0.3500 | **150** | 75% | - | 2.0 |" in page
     assert "![](speed.png)" in page
+    assert "compare.md, compare.csv, compare.json, speed.png\n" in done.stdout
     assert (sweep / "compare" / "speed.png").stat().st_size > 10_000
 
 
@@ -149,6 +153,41 @@ def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path)
         ("ddp 2 devices, 2 pieces", "0.1", 0.75),
         ("ddp 2 devices, 2 pieces", "0.2", None),
     ]
+
+
+def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:
+    job(tmp_path / "0", 1, 0, 0.5, 90.0)
+    job(tmp_path / "1", 1, 0, 0.0, 0.0, lr=-1, layout=None, status="failed", error="lr=-1: no")
+    done = compare(tmp_path)
+    assert "\n1 (lr=-1): failed, lr=-1: no\n" in done.stdout
+    assert "None" not in done.stdout
+
+
+def test_equals_are_both_the_best_and_of_nothing_else(sweep: Path) -> None:
+    rows: Any = [{"test acc": 0.5, "samples/s": speed} for speed in (1, 2, 2)]
+    groups: Any = [SimpleNamespace(row=lambda row=row: row) for row in rows]
+    assert Comparison(groups).best() == {(1, "samples/s"), (2, "samples/s")}
+
+
+@pytest.mark.parametrize(("values", "scale"), [((2.3, 2.2, 1.8), "linear"), ((2.3, 0.5, 0.02), "log")])
+def test_ticks_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: Any, scale: str) -> None:
+    from comparison import charts
+
+    job(tmp_path / "run", 1, 0, 0.5, 90.0, steps=3, samples_seen=96)
+    writer = SummaryWriter(str(tmp_path / "run" / "tensorboard"))
+    for step, value in enumerate(values, 1):
+        writer.add_scalar("train/loss", value, step)
+    writer.close()
+    monkeypatch.setattr(charts.pyplot, "close", lambda figure: None)
+    assert charts.draw(grouped(find_runs([tmp_path])), tmp_path) == ["loss.png", "speed.png"]
+    panel = charts.pyplot.figure(1).axes[0]
+    monkeypatch.undo()
+    charts.pyplot.close("all")
+    assert panel.get_yscale() == scale
+    ticks = [*panel.yaxis.get_major_ticks(), *panel.yaxis.get_minor_ticks()]
+    low, high = panel.get_ylim()
+    said = [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
+    assert len(set(said)) == len(said) >= 3
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, Run
-from trials.verdicts import MARGIN, Distances, allowed
+from trials.verdicts import MARGIN, Distances, allowed, apart
 
 TINY = (
     "data=synthetic",
@@ -77,3 +77,9 @@ def test_the_tolerance_holds_at_every_step() -> None:
     assert away(1e-3, 0, 2e-4, 0).leaves(tolerance) == 2
     assert away(2e-2, 0, 0, 0).leaves(tolerance) == 3
     assert away(0, 0, float("nan"), 0).leaves(tolerance) == 2
+
+
+def test_names_beside_the_plot_keep_their_order_and_distance() -> None:
+    np.testing.assert_allclose(apart([0.9, 0.1, 0.5], 0.05), [0.9, 0.1, 0.5])
+    np.testing.assert_allclose(apart([0.50, 0.52, 0.1], 0.06), [0.48, 0.54, 0.1])
+    np.testing.assert_allclose(apart([0.5, 0.5, 0.5], 0.1), [0.4, 0.5, 0.6])

@@ -32,16 +32,14 @@ def conclusion(choices: list[Choice], machine: Machine, config: Config) -> str:
     """One paragraph: which layout, and why."""
     best = min((choice for choice in choices if choice.measured), key=lambda choice: choice.best)
     errors = [abs(choice.error) for choice in choices if choice.error is not None]
-    one = min((choice for choice in choices if choice.devices == 1), key=lambda choice: choice.best)
+    ones = [choice for choice in choices if choice.devices == 1 and choice.measured]  # none: one does not hold it
     said = [
         f"Use {best}: a step of {config.batch_size} samples takes {1000 * best.best:.1f} ms (measured; predicted "
         f"{1000 * best.predicted:.1f})."
     ]
-    other = "measured" if one.measured else "predicted"
-    if best.devices > 1:
-        said.append(
-            f"That is {one.best / best.best:.2f} times as fast as one device ({1000 * one.best:.1f} ms, {other})."
-        )
+    if best.devices > 1 and ones:
+        one = min(choice.best for choice in ones)
+        said.append(f"That is {one / best.best:.2f} times as fast as one device ({1000 * one:.1f} ms, measured).")
     for n in sorted({choice.devices for choice in choices} - {1}):
         latency, bandwidth = machine.ring(n)
         said.append(
@@ -54,7 +52,8 @@ def conclusion(choices: list[Choice], machine: Machine, config: Config) -> str:
         why = "one process, which copies weights and gradients in every turn"
         if config.layout.accelerator == "cpu":
             why = "one process, in which a CPU computes the devices' pieces one after the other"
-        said.append(f"dp is {why}: {1000 * dp.best:.1f} ms at best.")
+        known = "measured" if dp.measured else "predicted"
+        said.append(f"dp is {why}: {1000 * dp.best:.1f} ms at best ({known}).")
     same = [c for c in choices if (c.strategy, c.devices) == (best.strategy, best.devices)]
     more = max(same, key=lambda choice: choice.accumulate_grad_batches)
     if more is not best:

@@ -1,79 +1,173 @@
-"""The figures of docs/benchmarks/ as a picture: ratios with their goals, and a step's time by part."""
+"""The figures of docs/benchmarks/ as a picture: our time as a share of the other's, and a step's time by part."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-# of Okabe and Ito's palette, which colour-blind readers can tell apart
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999", "#000000"]
-SHOWN = ("step", "epoch", "start", "accuracy")
+from lockstep.plotting import BLUE, COLOURS, GREY, VERMILION, find_pyplot
+
+HEADINGS = {
+    "step": "a step",
+    "epoch": "training on MNIST",
+    "start": "start",
+    "accuracy": "from the command to an accuracy",
+    "scaling": "two workers",
+    "pieces": "pieces, exact sums",
+    "gpu": "on a GPU",
+}
+TIMES = {"s", "images/s"}  # units whose ratio is one of times
+COLUMNS = {"ours": 0.15, "other": 0.32, "share": 0.47, "times\nas fast": 0.62, "goal": 0.68}  # where, in their panel
+INK, FAINT = "#222222", "#E4E4E4"
+ROW = 0.22  # inches
+SPACE = 1.3  # rows, of a heading
+NAMED = 7  # parts of a step that have their own colour, the largest ones
+Row = dict[str, Any]
 
 
 def draw(folder: Path, path: Path) -> bool:
     """Draws what is there; False where nothing can be drawn: no matplotlib, or no figures."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
+    pyplot = find_pyplot()
     found = {
-        name: json.loads((folder / f"{name}.json").read_text()) for name in SHOWN if (folder / f"{name}.json").exists()
+        part: json.loads(file.read_text())
+        for part in (*HEADINGS, "limit")
+        if (file := folder / f"{part}.json").exists()
     }
-    limits = json.loads((folder / "limit.json").read_text())["limits"] if (folder / "limit.json").exists() else []
-    rows = [
-        row
-        for name, report in found.items()
-        for row in report["rows"]
-        if row["goal"] is not None and (name != "start" or row["spread"])  # the others there are seconds
-    ]
-    if not (rows and limits):
+    limits = found.pop("limit", {}).get("limits", [])
+    groups = {part: rows for part, report in found.items() if (rows := [row for row in report["rows"] if _shown(row)])}
+    if pyplot is None or not (groups and limits):
         return False
-    height = [0.3 * len(rows) + 1, 0.45 * len(limits) + 1.6]
-    figure, (above, below) = pyplot.subplots(2, figsize=(11, sum(height)), height_ratios=height, layout="constrained")
-    _ratios(above, rows)
-    _parts(below, limits)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    lines = sum(map(len, groups.values())) + SPACE * len(groups)
+    heights = [ROW * lines + 0.6, 0.3 * len(limits) + 0.6]
+    with pyplot.rc_context({"figure.dpi": 120, "font.size": 8.5, "text.color": INK, "ytick.color": INK}):
+        figure, ((bars, numbers), (parts, empty)) = pyplot.subplots(
+            2, 2, figsize=(11.5, sum(heights) + 1), height_ratios=heights, width_ratios=(1, 1), layout="constrained"
+        )
+        figure.get_layout_engine().set(w_pad=0.12)
+        for panel in (numbers, empty):
+            panel.axis("off")
+        _shares(bars, numbers, groups)
+        _parts(parts, limits)
+        title = f"Our time as a share of the other's: shorter is faster\n{_where(found)}"
+        for panel, where, said in ((bars, "outside upper center", title), (parts, "outside lower center", None)):
+            handles, labels = panel.get_legend_handles_labels()
+            known = dict(zip(labels, handles, strict=True))
+            legend = figure.legend(known.values(), known, ncols=5, loc=where, frameon=False, title=said)
+            legend.get_title().set(fontsize=11, multialignment="center")
+        figure.savefig(path)
+        pyplot.close(figure)
     return True
 
 
-def _ratios(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Ours as a part of the other's time, so that less is always better, with goals."""
-    for at, row in enumerate(reversed(rows)):
-        turn = (lambda value: 1 / value) if row["at_least"] else (lambda value: value)
-        value, goal = turn(row["ratio"]), turn(row["goal"])
-        axes.barh(at, value, color=COLOURS[0 if value <= goal else 5], height=0.6)
-        if row["spread"]:
-            axes.plot([turn(end) for end in row["spread"]], [at, at], color="black", linewidth=1)
-        axes.plot([goal, goal], [at - 0.4, at + 0.4], color="black", linestyle=":")
-        axes.text(value + 0.01, at, f" {value:.2f}", va="center", fontsize=8)
-    axes.axvline(1, color="gray", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [row["what"] for row in reversed(rows)], fontsize=8)
-    axes.set_xlabel("our time over the other's (line: quartiles, dots: goal; orange: not met)")
-    axes.spines[["top", "right"]].set_visible(False)
+def _shown(row: Row) -> bool:
+    """Ratios of times that have a goal, and the controls, which show what the machine can tell."""
+    ratio = row["spread"] is not None or row["at_least"]
+    return ratio and row["unit"] in TIMES and (row["goal"] is not None or "control" in row["what"])
+
+
+def _where(reports: dict[str, Any]) -> str:
+    """What the figures were measured on, and when."""
+    machines = {
+        f"{report['machine']['processor']}, {report['machine']['cores']} cores, torch {report['versions']['torch']}"
+        for report in reports.values()
+    }
+    days = sorted({report["date"].partition("T")[0] for report in reports.values()})
+    return f"{'; '.join(sorted(machines))}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+
+
+def _shares(bars: Any, numbers: Any, groups: dict[str, list[Row]]) -> None:
+    """A bar for each row, and beside it a line of numbers, which so lie over nothing."""
+    at, ticks = 0.0, []
+    for part, rows in groups.items():
+        at += SPACE
+        bars.text(
+            -0.01,
+            at,
+            HEADINGS[part],
+            transform=bars.get_yaxis_transform(),
+            ha="right",
+            va="center_baseline",
+            weight="bold",
+        )
+        for row in rows:
+            at += 1
+            ticks.append((at, re.sub("times as fast as|part of", "against", row["what"])))
+            _share(bars, numbers, at, row)
+    bars.axvline(1, color=INK, linewidth=0.9)
+    bars.set_yticks(*zip(*ticks, strict=True))
+    for panel in (bars, numbers):
+        panel.set_ylim(at + 0.8, 0)
+    bars.margins(x=0.03)
+    bars.set_xlim(left=0)
+    bars.grid(axis="x", color=FAINT)
+    _percent(bars)
+    for name, x in COLUMNS.items():
+        numbers.text(x, 0.7, name, ha="left" if name == "goal" else "right", va="bottom", color=GREY)
+
+
+def _share(bars: Any, numbers: Any, at: float, row: Row) -> None:
+    turn = (lambda value: 1 / value) if row["at_least"] else (lambda value: value)
+    share, missed = turn(row["ratio"]), row["met"] is False
+    colour, label = (VERMILION, "goal missed") if missed else (BLUE, "goal met")
+    if row["goal"] is None:
+        colour, label = GREY, "control: the other against itself"
+    bars.barh(at, share, color=colour, alpha=0.55, height=0.62, label=label)
+    told = {
+        "ours": _side(row["ours"], row["unit"]),
+        "other": _side(row["other"], row["unit"]),
+        "share": f"{share:.1%}" if share < 0.1 else f"{share:.0%}",
+        "times\nas fast": _short(1 / share),
+    }
+    if row["spread"]:
+        ends = [turn(end) for end in row["spread"]]
+        bars.plot(ends, [at, at], color=INK, linewidth=1.3, solid_capstyle="butt", label="quartiles over rounds")
+    if row["goal"] is not None:
+        bars.plot([turn(row["goal"])] * 2, [at - 0.36, at + 0.36], color=INK, linewidth=2.4, label="goal")
+        told["goal"] = f"at most {turn(row['goal']):.0%}{': missed' * missed}"
+    for name, text in told.items():
+        look = {"weight": "bold"} if name == "share" else {"color": VERMILION} if name == "goal" and missed else {}
+        numbers.text(COLUMNS[name], at, text, ha="left" if name == "goal" else "right", va="center_baseline", **look)
+
+
+def _side(value: float, unit: str) -> str:
+    return f"{_short(1000 * value)} ms" if unit == "s" and value < 1 else f"{_short(value)} {unit}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _parts(axes: Any, limits: list[dict[str, Any]]) -> None:
-    names = sorted({name for limit in limits for name in limit["parts"]}, key=lambda name: -_most(limits, name))
-    for at, limit in enumerate(reversed(limits)):
+    """Where a step's time goes; parts beyond the largest are one."""
+    most = {name: max(limit["parts"].get(name, 0.0) for limit in limits) for limit in limits for name in limit["parts"]}
+    named = sorted(most, key=lambda name: -most[name])[:NAMED]
+    for at, limit in enumerate(limits):
+        shares = {name: limit["parts"].get(name, 0.0) for name in named}
+        shares["the rest"] = sum(limit["parts"].values()) - sum(shares.values())
         left = 0.0
-        for colour, name in zip(COLOURS, names, strict=False):
-            share = limit["parts"].get(name, 0.0)
-            axes.barh(at, share, left=left, color=colour, height=0.6, label=name if at == 0 else None)
-            if share > 0.04:
-                axes.text(left + share / 2, at, f"{share:.0%}", ha="center", va="center", fontsize=8, color="white")
+        for colour, (name, share) in zip((*COLOURS[: NAMED - 1], GREY, FAINT), shares.items(), strict=False):
+            label = name if at == 0 else None
+            axes.barh(at, share, left=left, color=colour, height=0.7, edgecolor="white", linewidth=0.8, label=label)
+            if share >= 0.06:  # else it has no room
+                axes.text(left + share / 2, at, f"{share:.0%}", ha="center", va="center", color=_readable(colour))
             left += share
-    labels = [f"{limit['model']}, {limit['precision']}" for limit in reversed(limits)]
-    axes.set_yticks(range(len(limits)), labels, fontsize=8)
-    axes.set_xlabel("share of a step's time (under torch's profiler, which makes Python look larger than it is)")
+    axes.set_yticks(range(len(limits)), [f"{limit['model']}, {limit['precision']}" for limit in limits])
+    axes.set_ylim(len(limits) - 0.5, -0.5)
     axes.set_xlim(0, 1)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(ncols=5, fontsize=7, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False)
+    axes.set_xlabel("of a step's time, under torch's profiler, which makes Python look larger than it is")
+    _percent(axes)
 
 
-def _most(limits: list[dict[str, Any]], name: str) -> float:
-    return max(limit["parts"].get(name, 0.0) for limit in limits)
+def _percent(axes: Any) -> None:
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _readable(colour: str) -> str:
+    """White or black, whichever stands out more (relative luminance, WCAG 2)."""
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return "white" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.179 else INK

@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("agg")
 from comparison.curves import Curve
 from comparison.groups import Group
-from matplotlib import pyplot
 
-# Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", "-.", ":")
-MARKERS = "osD^vP*X<>"
+from lockstep.plotting import find_pyplot, style
+
+pyplot = find_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones
 GRID = 200  # points of a mean over seeds
+DECADE = 10  # from the least to the most, from which on an axis is logarithmic
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind a number, where a line may pass
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
@@ -44,15 +41,6 @@ def draw(groups: Sequence[Group], folder: Path) -> list[str]:
     return made
 
 
-def style(number: int) -> dict[str, Any]:
-    """Of group `number`: no two of 140 alike in both colour and marker."""
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": LINES[number % len(LINES)],
-        "marker": MARKERS[number % len(MARKERS)],
-    }
-
-
 def _curves(
     groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, axes: Sequence[str], path: Path
 ) -> None:
@@ -66,14 +54,17 @@ def _curves(
         panel.set_xlim(left=0)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    if tag == "train/loss":
+    panels[0].locator_params(axis="x", nbins=5)
+    panels[0].xaxis.set_major_formatter("{x:,.0f}")
+    panels[0].set_ylabel(tag)
+    least, most = panels[0].dataLim.intervaly
+    if tag == "train/loss" and least > 0 and most / least >= DECADE:
         panels[0].set_yscale("log")
         for side in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-            side(lambda value, _: f"{value:.1g}" if f"{value:e}"[0] in "125" else "")
-    panels[0].set_ylabel(tag)
+            side(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
-    figure.suptitle(title + (": mean over seeds, shaded from least to most" if several else ""))
+    figure.suptitle(title + (": mean over seeds, and from the least to the most" if several else ""))
     figure.legend(
         handles,
         labels,
@@ -102,8 +93,11 @@ def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict
     every = max(1, len(x) // 6)
     marks = (int(shift * every), every)  # lines that coincide still show all their markers
     panel.plot(x, values.mean(0), label=label, markevery=marks, markersize=5, linewidth=1.5, **look)
-    if len(curves) > 1:
-        panel.fill_between(x, values.min(0), values.max(0), color=look["color"], alpha=0.12, linewidth=0)
+    ends = values.min(0), values.max(0)
+    if len(curves) > 1 and x[0] < x[-1]:
+        panel.fill_between(x, *ends, color=look["color"], alpha=0.12, linewidth=0)
+    elif len(curves) > 1:  # one validation each
+        panel.vlines(x[0], ends[0][0], ends[1][0], color=look["color"], linewidth=1)
 
 
 def _values(curve: Curve) -> Any:
@@ -129,17 +123,22 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     bars = panels[0].barh(
         rows, means, color=colours, xerr=np.transpose(ends) if several else None, ecolor="#555555", capsize=3
     )
-    panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8)
+    panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8, bbox=WHITE)
+    panels[0].xaxis.set_major_formatter("{x:,g}")
     panels[0].set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
     panels[0].set_yticks(rows, [group.label for group in measured], fontsize=8)
     panels[0].invert_yaxis()
     if efficient:
-        shares = [100 * (group.efficiency or 0) for group in measured]
+        shares = [(group.efficiency or 0) for group in measured]
         bars = panels[1].barh(rows, shares, color=colours)
-        texts = [ABSENT_LABEL if group.efficiency is None else f"{100 * group.efficiency:.0f}%" for group in measured]
-        panels[1].bar_label(bars, texts, padding=4, fontsize=8)
-        panels[1].axvline(100, color="#555555", linewidth=1, linestyle=":")
-        panels[1].set_xlabel("% of the fastest single device, per device")
+        texts = [
+            "no single device to measure by" if group.efficiency is None else f"{group.efficiency:.0%}"
+            for group in measured
+        ]
+        panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        panels[1].bar_label(bars, texts, padding=4, fontsize=8, bbox=WHITE)
+        panels[1].axvline(1, color="#555555", linewidth=1, linestyle=":", zorder=0.9)
+        panels[1].set_xlabel("of the fastest single device's speed, per device")
     for panel in panels:
         panel.margins(x=0.18)
         panel.grid(axis="x", alpha=0.3)
@@ -148,6 +147,3 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     figure.suptitle("Throughput and efficiency" if efficient else "Throughput")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-ABSENT_LABEL = "no single device to measure by"

@@ -132,13 +132,14 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Only what differs; where that is too long for a legend, the folder's name."""
-    layouts = len({group.layout_name for group in groups}) > 1 or not groups[0].apart
-    batches = len({group.layout.get("batch_size") for group in groups}) > 1
+    """Only what differs; where that is too long for a legend, the folder's name. Refused runs have no layout."""
+    laid = [group for group in groups if group.layout]
+    layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].apart
+    batches = len({group.layout["batch_size"] for group in laid}) > 1
     labels = []
     for group in groups:
-        parts = [group.layout_name] if layouts else []
-        parts += [f"batch {group.layout.get('batch_size')}"] if batches else []
+        parts = [group.layout_name] if layouts and group.layout else []
+        parts += [f"batch {group.layout['batch_size']}"] if batches and group.layout else []
         parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.apart.items()]
         labels.append(", ".join(parts))
     if max(map(len, labels)) > LONGEST:

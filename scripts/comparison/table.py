@@ -39,12 +39,14 @@ class Comparison:
         return [group.row() for group in self.groups]
 
     def best(self) -> set[tuple[int, str]]:
-        """Row and column of the best values."""
+        """Row and column of the best values, where there is something to choose."""
         found = set()
         for column in ("test acc", "samples/s"):
-            values = [(value, number) for number, row in enumerate(self.rows) if (value := row[column]) is not None]
-            if len(values) > 1:
-                found.add((max(values)[1], column))
+            values = {
+                number: float(value) for number, row in enumerate(self.rows) if (value := row[column]) is not None
+            }
+            if len(set(values.values())) > 1:
+                found |= {(number, column) for number, value in values.items() if value == max(values.values())}
         return found
 
     def table(self) -> Table:

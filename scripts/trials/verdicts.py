@@ -14,6 +14,8 @@ from rich.table import Table
 from trials.distance import difference, norm
 from trials.trial import Outcome
 
+from lockstep.plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
+
 MARGIN = 10  # times the yardstick
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step
 
@@ -25,7 +27,7 @@ class Distances:
     weights: float
     buffers: float
     gradient: float
-    weights_curve: NDArray[Any]  # of a sample of the weights, see trials.PROBES
+    weights_curve: NDArray[Any]  # of a sample of the weights, see trials.record.PROBES
     loss_curve: NDArray[Any]
 
     @property
@@ -151,45 +153,65 @@ def explain(reference: Outcome, tolerance: Distances) -> str:
 
 
 STYLES = {  # colour, line, what the legend says
-    "default": ("tab:blue", "-", "layouts, by default"),
-    "exact": ("tab:green", "-", "layouts, exact=true: no difference"),
-    "pieces": ("tab:purple", "-.", "another number of pieces"),
-    "control": ("tab:red", "--", "controls"),
-    "yardstick": ("gray", ":", "gradients off by roundings"),
+    "default": (BLUE, "-", "layouts, by default"),
+    "exact": (GREEN, "-", "layouts, exact=true: no difference"),
+    "pieces": (PURPLE, "-.", "another number of pieces"),
+    "control": (VERMILION, "--", "controls"),
+    "yardstick": (GREY, ":", "gradients off by roundings"),
 }
+APART = 0.05  # of two names beside the plot, in heights of it
 
 
 def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     """The difference of the weights over the steps; False without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row.distances is not None and row.verdict != "reference"]
-    curves = [row.distances.weights_curve for row in shown if row.distances is not None]
-    seen = np.concatenate([*curves, tolerance.weights_curve])
-    bottom = seen[seen > 0].min() / 10  # where no difference is drawn: a logarithm has no zero
+    shown = [(row, row.distances.weights_curve) for row in rows if row.distances and row.verdict != "reference"]
+    seen = np.concatenate([*(curve for _, curve in shown), tolerance.weights_curve])
     steps = np.arange(1, len(tolerance.weights_curve) + 1)
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    ends: list[tuple[float, str]] = []  # of the controls
-    for row, curve in zip(shown, curves, strict=True):
-        colour, line, label = STYLES["exact" if row.same_bits else "default" if row.kind == "exact" else row.kind]
-        known = axes.get_legend_handles_labels()[1]
+    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    ends = [(tolerance.weights_curve[-1], "tolerance", "black")]  # of the lines that have their names beside them
+    known = set()
+    for row, curve in shown:
+        kind = "exact" if row.same_bits else "default" if row.kind == "exact" else row.kind
+        colour, line, label = STYLES[kind]
         axes.plot(
-            steps, np.maximum(curve, bottom), line, color=colour, alpha=0.8, label=None if label in known else label
+            steps,
+            curve,
+            line,
+            color=colour,
+            label=None if kind in known else label,
+            zorder=3 if row.same_bits else 2,
+            clip_on=not row.same_bits,
         )
-        if row.kind == "control":
-            ends.append((np.nan_to_num(max(curve[-1], bottom), nan=1.0), row.layout))
-    axes.plot(steps, tolerance.weights_curve, color="black", linewidth=0.8, label="tolerance")
-    axes.set(yscale="log", xlabel="optimizer step", ylabel="relative difference of weights")
-    lowest = -np.inf
-    for end, name in sorted(ends):  # a label each, none over another
-        lowest = max(lowest + 0.05, axes.transAxes.inverted().transform(axes.transData.transform((1, end)))[1])
-        axes.text(1.01, lowest, name, transform=axes.transAxes, fontsize=7, va="center", color="tab:red")
-    axes.legend(fontsize=7, loc="lower left", bbox_to_anchor=(1, 0))
-    figure.savefig(path, dpi=110)
+        known.add(kind)
+        if kind == "control":
+            ends.append((curve[np.isfinite(curve)][-1] if np.isfinite(curve).any() else 1.0, row.layout, colour))
+    axes.plot(steps, tolerance.weights_curve, color="black", linewidth=1)
+    # linear below the smallest difference, so that there is a place for none
+    axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(seen[seen > 0].min())), linscale=0.5)
+    axes.set(xlabel="optimizer step", ylabel="relative difference of the weights", ylim=(0, None))
+    axes.locator_params(axis="x", integer=True)
+    axes.grid(color="#E4E4E4")
+    axes.spines[["top", "right"]].set_visible(False)
+    wanted = [axes.transAxes.inverted().transform(axes.transData.transform((1, end)))[1] for end, _, _ in ends]
+    for (end, name, colour), place in zip(ends, apart(wanted, APART), strict=True):
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
+        look = {"color": colour, "fontsize": 8, "va": "center", "arrowprops": arrow, "annotation_clip": False}
+        axes.annotate(name, (steps[-1], end), (1.05, place), textcoords="axes fraction", **look)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def apart(wanted: Sequence[float], gap: float) -> NDArray[Any]:
+    """Places as near to the wanted ones as can be, in their order, with `gap` between neighbours at least."""
+    from sklearn.isotonic import isotonic_regression  # takes a second
+
+    order = np.argsort(wanted, kind="stable")
+    steps = gap * np.arange(len(wanted))
+    placed = np.empty(len(wanted))
+    placed[order] = isotonic_regression(np.asarray(wanted)[order] - steps) + steps
+    return placed

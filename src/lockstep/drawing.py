@@ -28,8 +28,9 @@ def confusion(matrix: NDArray[np.int64], classes: Sequence[str], title: str) -> 
     cell = 44 if labelled else max(4, 900 // count)
     names = [_short(name) for name in classes]
     font, small = ImageFont.load_default(15), ImageFont.load_default(13)
-    left = 46 + (int(max(small.getlength(name) for name in names)) if labelled else 0)
-    top = left + 34
+    longest = int(max(small.getlength(name) for name in names)) if labelled else 0
+    upright = longest > cell - 6
+    left, top = 46 + longest, 66 + (longest if upright else 14)
     width = max(left + count * cell + 60, 480)
     image = Image.new("RGB", (width, top + count * cell + 14), "white")
     draw = ImageDraw.Draw(image)
@@ -47,15 +48,17 @@ def confusion(matrix: NDArray[np.int64], classes: Sequence[str], title: str) -> 
                 ink = "white" if strength > 0.5 else INK
                 centre = at[0] + cell / 2, at[1] + cell / 2
                 draw.text(centre, _count(int(matrix[row, column])), ink, small, anchor="mm")
+    if not labelled:
+        draw.rectangle((left - 1, top - 1, left + count * cell, top + count * cell), outline=FAINT)
     draw.text((left + 2, 34), "predicted", INK, font)
     _upright(image, "truth", (12, top), font)
     for number, name in enumerate(names if labelled else []):
         middle = number * cell + cell / 2
         draw.text((left - 6, top + middle), name, INK, small, anchor="rm")
-        if small.getlength(name) < cell:
-            draw.text((left + middle, top - 6), name, INK, small, anchor="ms")
-        else:
+        if upright:
             _upright(image, name, (int(left + middle - 8), top - 6), small, above=True)
+        else:
+            draw.text((left + middle, top - 6), name, INK, small, anchor="ms")
     return np.asarray(image)
 
 

@@ -121,12 +121,12 @@ def _draw(writer: Any, found: Verdicts, split: str, step: int, own: torch.Tensor
     if mistakes := found.mistakes():
         images = found.images[:mistakes, : 3 if found.spec.channels >= 3 else 1].permute(0, 2, 3, 1).cpu()
         captions = [
-            (f"said {classes[said]} ({sure:.0%})", f"is {classes[truth]}")
+            (f"{sure:.0%} {classes[said]}", f"is {classes[truth]}")
             for said, sure, truth in zip(
                 found.predictions.tolist(), found.probabilities.tolist(), found.labels.tolist(), strict=True
             )
         ][:mistakes]
-        title = f"{where}, step {step}: the worst {mistakes} of {count - right:,} mistakes"
+        title = f"{where}, step {step}: the worst {mistakes} of {count - right:,} mistakes, how sure, and what is right"
         sheet = drawing.wrong(images.expand(-1, -1, -1, 3).numpy(), captions, title)
         writer.add_image(f"misclassified/{split}", sheet, step, dataformats="HWC")
     curves = {"all classes": scores.sum(dim=0)}

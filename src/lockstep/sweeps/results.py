@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.atomic import replacing
+from lockstep.plotting import find_pyplot
 from lockstep.summary import summary_of
 from lockstep.sweeps.study import Study
 from lockstep.sweeps.trial import optuna
@@ -92,14 +93,10 @@ def _cell(value: Any) -> str:
 
 def _plot(study: Study) -> None:
     """Optuna's plots as PNG."""
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = find_pyplot()
+    if pyplot is None:
         print("no plots: they need matplotlib (the project's extra `search`)", file=sys.stderr)
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     visual = optuna().visualization.matplotlib
     folder = study.folder / "plots"
     folder.mkdir(exist_ok=True)
@@ -122,6 +119,9 @@ def _plot(study: Study) -> None:
             if name == "parallel":
                 for axes in figure.axes:
                     axes.grid(False)
+            if name == "validations":
+                figure.axes[0].set(xlabel="validation", ylabel=target)
+                figure.axes[0].locator_params(axis="x", integer=True)
             figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")
             pyplot.close("all")
 

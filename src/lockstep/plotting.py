@@ -1,0 +1,35 @@
+"""matplotlib for plots that are files, and the looks that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line on white
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
+)  # fmt: skip
+GREY = "#8C8C8C"
+LINES = ("-", "--", "-.", ":")
+MARKERS = "osD^vP*X<>"
+
+
+def find_pyplot() -> Any:
+    """matplotlib.pyplot, which opens no window; None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def style(number: int) -> dict[str, Any]:
+    """Of line `number`, with and without colour: no two of 70 alike in both colour and marker."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": LINES[number % len(LINES)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "markerfacecolor": "none",  # where lines coincide, all their markers show
+    }
