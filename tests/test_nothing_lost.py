@@ -267,17 +267,31 @@ def test_terminated_before_the_first_step(run_train: Program) -> None:
 
 def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     process = run_train.start(*ENDLESS, *DDP)
-    saves(run_train.outputs, process)
+    folder = saves(run_train.outputs, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(0.15)
     start = time.monotonic()
     run = run_train.finish(process, timeout=30)
     assert run.returncode == 130, str(run)
     assert time.monotonic() - start < 5
     assert all(ended(pid) for pid in workers)
+    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert last(folder)["global_step"] <= run.summary["steps"]
+    assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
+
+
+def test_what_a_killed_continuation_made_is_told(run_train: Program) -> None:
+    folder = run_train(*JOB, "max_epochs=1").folder
+    process = run_train.start(f"resume={folder}", *ENDLESS)
+    saves(run_train.outputs, process)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 1, str(run)
+    assert last(folder)["global_step"] <= run.summary["steps"] < last(folder)["global_step"] + 100
+    assert run.summary["steps"] > 12, "more than the summary said that was there before"
 
 
 # --- files that fail --------------------------------------------------------------------------------------------------

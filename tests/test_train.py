@@ -212,6 +212,8 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
     assert run.returncode == code, str(run)
     assert "Traceback" not in run.stderr
     summary = run.summary
+    log = (run.folder / "train.log").read_text()
+    assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert signum.name in summary["error"]
     assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"

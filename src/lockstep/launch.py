@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -41,11 +41,19 @@ STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job
 
 
 class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line."""
+    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`."""
+
+    steps = 0
 
 
 class Interrupted(BaseException):
-    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job.
+
+    Attributes:
+        steps: optimizer steps that the workers had made, where there were any.
+    """
+
+    steps = 0
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -113,6 +121,7 @@ def launch(
         forwarding() as received,
         scratch_folder() as scratch,
         watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
+        _steps_told(),
     ):
         config = LaunchConfig(
             min_nodes=min_nodes or layout.num_nodes,
@@ -148,6 +157,16 @@ def launch(
             if failure.exitcode == -signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM) from None
             raise _explain(rank, failure) from None
+
+
+@contextmanager
+def _steps_told() -> Iterator[None]:
+    """Workers that are killed write no summary: who hears of it hears too how far they were."""
+    try:
+        yield
+    except (Interrupted, WorkerFailed) as ended:
+        ended.steps = heartbeat.steps()
+        raise
 
 
 def restart_count() -> int:
@@ -218,11 +237,20 @@ def forwarding() -> Iterator[list[int]]:
                 _tell_workers(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
+            if signum == signal.SIGINT:
+                say_ending()
         _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, handler)
     yield received
+
+
+def say_ending() -> None:
+    """Answers the first Ctrl-C. Past Python's streams: a signal handler may interrupt them."""
+    with suppress(OSError):
+        newline = "\n" * os.isatty(2)  # after the ^C
+        os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
 
 
 def _tell_workers(signum: int) -> None:

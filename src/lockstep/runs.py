@@ -17,7 +17,7 @@ from lockstep.config import Config
 from lockstep.launch import Interrupted, WorkerFailed, ask_to_end, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
-from lockstep.training import summarise
+from lockstep.training import progress, summarise
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -26,6 +26,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     Raises:
         Refusal, WorkerFailed, Interrupted: as `lockstep.launch.launch`; summary.json then says what ended the run.
     """
+    before = summary_of(folder)
     try:
         if config.strategy["balance"]:
             config = balanced(config, splits, folder)
@@ -35,7 +36,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     except Refusal:
         raise
     except BaseException as error:
-        _conclude(config, folder, error)
+        _conclude(config, splits, folder, before, error)
         raise
 
 
@@ -88,9 +89,12 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
         restarts += 1
 
 
-def _conclude(config: Config, folder: Path, error: BaseException) -> None:
-    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote."""
+def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
+    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote;
+    `before` is that of the run which this one goes on with."""
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written = summary_of(folder) or summarise(config, folder, status, None)
+    written, steps = summary_of(folder), getattr(error, "steps", 0)
+    if not written or (written == before and steps):
+        written = summarise(config, folder, status, None) | progress(config, len(splits.train), steps)
     with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
         write_summary(folder / "summary.json", written | {"status": status, "error": str(error)})

@@ -303,29 +303,24 @@ class Run:
         )
         self.metrics: dict[str, float] = {}
         self.sha: str | None = None
-        self.steps = self.epochs = 0
 
     def fitted(self) -> None:
         """Takes down what testing would overwrite."""
         self.metrics.update(_numbers(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
-        self.steps, self.epochs = self.trainer.global_step, self.trainer.current_epoch
         layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
         self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         summary = summarise(self.config, self.folder, status, error)
-        layout, trainer = self.config.layout, self.trainer
-        plan = Plan(len(self.splits.train), layout.batch_size, layout.pieces, self.config.seed)
-        epochs, step = plan.position(self.steps)
+        trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         throughput = next((c for c in callbacks if hasattr(c, "samples_per_second")), None)
         checkpoint = next((c for c in callbacks if isinstance(c, Checkpoint)), None)
         summary |= {
-            "steps": self.steps,
-            "epochs": self.epochs,
-            "samples_seen": epochs * plan.samples + step * plan.batch_size,
+            **progress(self.config, len(self.splits.train), trainer.global_step),
+            "epochs": trainer.current_epoch,
             "metrics": self.metrics,
             "throughput": {
                 "samples_per_second": getattr(throughput, "samples_per_second", None),
@@ -338,6 +333,13 @@ class Run:
         if trainer.is_global_zero:
             write_summary(self.folder / "summary.json", summary)
         return summary
+
+
+def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
+    """A summary's account of `steps` optimizer steps on `samples` training samples."""
+    plan = Plan(samples, config.batch_size, config.layout.pieces, config.seed)
+    epochs, step = plan.position(steps)
+    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.batch_size}
 
 
 def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
