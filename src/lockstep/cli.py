@@ -33,6 +33,7 @@ from lockstep.sweeps.jobs import conclude, failures
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
+BEGUN = {".hydra", "multirun.yaml", "train.log"}  # what lies in a folder before anything is trained
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -80,9 +81,11 @@ def command(job: Job, config_name: str) -> NoReturn:
         if code == 143 and resume.MULTIRUN.isdisjoint(sys.argv) and (told := slurm.requeue()):
             print(told, file=sys.stderr)
         leave(code)
-    except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
+    except Exception as refused:  # by Hydra, or for a whole sweep, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(refused, BAD_INPUT):
+            forget(Path(HydraConfig.get().sweep.dir))
     if failures:
         print(f"error: {len(failures)} job{'s' * (len(failures) > 1)} of the sweep failed", file=sys.stderr)
         leave(FAILED)
@@ -166,8 +169,8 @@ def _keys(files: Iterable[Path], *groups: str) -> list[str]:
 
 
 def forget(folder: Path) -> None:
-    """Removes the folder of a run that was refused, unless something else lies in it."""
-    if {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+    """Removes the folder of a run or a sweep that was refused, unless something else lies in it."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= BEGUN:
         shutil.rmtree(folder)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
