@@ -243,6 +243,10 @@ PROCESSES: list[tuple[str, str, float]] = [
     ("num_nodes=2 strategy=dp rdzv_endpoint=nowhere.invalid:1", "dp is one process", FAST),
     ("lr=nan", "lr=nan.*greater than 0", FAST),
     ("outputs=/dev/null/here", "/dev/null/here.*[Nn]ot a directory", FAST),
+    ("--lr=0.1", "--lr=0.1: there is no such flag; an override has no dashes, lr=0.1", FAST),
+    ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>", FAST),
+    ("optimizer.momentum=1.5 data=synthetic", "optimizer.momentum=1.5: at least 0 and below 1", WITH_TORCH),
+    ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "Invalid beta parameter.*2", WITH_TORCH),
     ("data=image_folder data_dir=/dev/null/images", "data_dir=/dev/null/images", WITH_TORCH),
 ]
 
@@ -259,6 +263,18 @@ def test_a_refused_run_ends_with_2_and_leaves_nothing(
     assert re.fullmatch(f"error: .*{says}.*\n", run.stderr), run.stderr
     assert run.folders == []
     assert took < seconds
+
+
+def test_what_only_the_first_step_can_refuse_leaves_nothing_either(run_train: Program) -> None:
+    run = run_train("data=synthetic", "strategy=ddp", "devices=2", "memory_budget=1", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search("error: step 1: out of memory: memory_budget=1 MiB .*\n$", run.stderr), run.stderr
+    assert run.folders == []
+
+
+def test_flags_of_hydra_are_taken(run_train: Program) -> None:
+    """The control."""
+    assert "batch_size: 32" in run_train("batch_size=32", "--cfg", "job", "--resolve").stdout
 
 
 def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:

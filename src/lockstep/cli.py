@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -33,7 +34,7 @@ from lockstep.sweeps.jobs import conclude, failures
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
-BEGUN = {".hydra", "multirun.yaml", "train.log"}  # what lies in a folder before anything is trained
+BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -99,10 +100,15 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 
 def keyed(arguments: list[str]) -> list[str]:
-    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion."""
+    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
+    Hydra's, on which argparse explains all of these."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
+    for argument in get_args_parser().parse_known_args(arguments)[1]:
+        if argument.startswith("-"):
+            right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
+            raise Refusal(f"{argument}: there is no such flag; an override has no dashes, {right}")
     return arguments
 
 
@@ -169,8 +175,10 @@ def _keys(files: Iterable[Path], *groups: str) -> list[str]:
 
 
 def forget(folder: Path) -> None:
-    """Removes the folder of a run or a sweep that was refused, unless something else lies in it."""
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= BEGUN:
+    """Removes the folder of a run or a sweep that was refused, unless it holds a checkpoint, or anything not ours."""
+    if folder.is_dir() and all(
+        path.name in BEGUN or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
+    ):
         shutil.rmtree(folder)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
