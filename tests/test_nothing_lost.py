@@ -311,6 +311,18 @@ def test_disk_full(run_train: Program, limit: int) -> None:
     assert not list(folder.rglob(".*.tmp"))
 
 
+def test_disk_full_for_tensorboard(run_train: Program) -> None:
+    seldom = ("data.samples=50000", "checkpoint_every=100000", "logger=tensorboard", "log_every=1")
+    process = run_train.start(*ENDLESS, *seldom)
+    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)))
+    wait_for(lambda: "step 32 samples" in log.read_text(), process)
+    resource.prlimit(workers_of(process)[0], resource.RLIMIT_FSIZE, (0, 0))
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    assert f"OSError: [Errno 27] File too large: '{log.parent}'\n" in run.stderr
+
+
 class Payload:
     """What a hostile checkpoint holds: loading it by pickle makes a folder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -35,6 +36,7 @@ from lockstep.summary import git_info, versions, weights_sha256, write_summary
 from lockstep.targets import build
 
 LOG = logging.getLogger("lockstep")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def total_steps(config: Config, samples: int) -> int:
@@ -219,6 +221,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.fitted()
         return run.finish("pruned", str(pruned))
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            error.filename = str(folder)  # TensorBoard's, which name no file
         logging.root.error("the run failed", exc_info=error)
         with suppress(OSError):  # a full disk, say
             run.finish("failed", f"{type(error).__name__}: {error}")
