@@ -23,6 +23,8 @@ from conftest import ROOT, Program, Run, ended, summary_of, wait_for, workers_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
+from lockstep.resume import differences
+
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
     "data=synthetic",
@@ -228,6 +230,14 @@ def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, 
         weights, expected = last(folder)["state_dict"], last(undisturbed.folder)["state_dict"]
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+
+
+def test_what_changed_since_the_checkpoint_is_told_once() -> None:
+    sgd = {"name": "sgd", "momentum": 0.9}
+    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
+    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
+    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
+    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
 
 
 # --- asked to save, or to end -----------------------------------------------------------------------------------------

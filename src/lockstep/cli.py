@@ -135,7 +135,7 @@ def line(error: BaseException, config_name: str) -> str:
     """An error as one line for people."""
     message = str(error)
     if match := re.search(r"Could not override '([^']+)'", message):
-        return f"{match[1]}: there is no such key; {_near(match[1], config_name)}"
+        return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
     if match := re.search(r"Could not find '([^']+)/([^']+)'", message):
         known = sorted(path.stem for path in (ROOT / "conf" / match[1]).glob("*.yaml"))
         return f"{match[1]}={match[2]}: {unknown(match[2], known)}"
@@ -150,14 +150,15 @@ def line(error: BaseException, config_name: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
 
 
-def _near(key: str, config_name: str) -> str:
-    """Where an unknown key's name is known, or what is near it: in the group that it names, or on the front page."""
+def _near(key: str, config_name: str, error: Any) -> str:
+    """Where an unknown key's name is known, or what is near it: where OmegaConf missed it, or on the front page."""
     *groups, name = key.split(".")
     front = _keys([ROOT / "conf" / f"{config_name}.yaml"])
     files = sorted((ROOT / "conf" / groups[0]).glob("*.yaml")) if groups else []
     if having := [file.stem for file in files if name in _keys([file], *groups[1:])]:
         return f"{groups[0]}={' or '.join(having)} has it"
-    known = _keys(files, *groups[1:])
+    beside = error.parent_node if groups and getattr(error, "full_key", None) == key else ()
+    known = sorted({str(found) for found in beside} - {"_target_"})
     return unknown(name, front if name in front or not known else known)
 
 

@@ -25,7 +25,7 @@ from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import ExactGradientSum, GradientSum
 from lockstep.launch import STARTED, Interrupted, restart_count
-from lockstep.layout import Refusal
+from lockstep.layout import Refusal, counted
 from lockstep.loop import StepLoop
 from lockstep.memory import MIB, Memory
 from lockstep.nonfinite import Watch
@@ -170,8 +170,9 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: s
     )
     shown = os.path.relpath(folder)
     where = shown if not shown.startswith("..") else folder
+    epoch = f"{counted(plan.steps_per_epoch, 'step')} per epoch, {steps} in all"
     return (
-        f"{config.layout.describe()}{found}{exact} | {plan.steps_per_epoch} steps per epoch, {steps} in all | "
+        f"{config.layout.describe()}{found}{exact} | {epoch} | "
         f"lr {config.step_lr:g}{scaled} | {f'{chosen} | ' * bool(chosen)}{where}"
     )
 
@@ -182,6 +183,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = int(os.environ.get("RANK", "0"))
     config = as_launched(config)
     logs.configure(folder, rank)
+    if config.batch_size > len(splits.train):
+        there = counted(len(splits.train), "sample")
+        raise Refusal(f"batch_size={config.batch_size}: a step has {there} at most, as many as the training set")
     fast.set_up(config.layout, config.threads, config.allocator)
     if config.debug.get("one_batch"):
         splits = replace(splits, train=first_batch(config, splits.train))
