@@ -51,6 +51,16 @@ def test_a_long_epoch_says_how_far_it_is(tmp_path: Path, said: Callable[[], list
     assert said()[2].startswith("epoch 1/1  step 3/6  train/loss 1.0000  train/acc 0.2500")
 
 
+@pytest.mark.parametrize("options", [{}, {"max_steps": 5}], ids=["whole epochs", "cut short"])
+def test_a_validation_inside_an_epoch_is_a_line(
+    tmp_path: Path, said: Callable[[], list[str]], options: dict[str, int]
+) -> None:
+    trainer_with(tmp_path, Console(bar=False), val_check_interval=2, **options).fit(Plain(), **loaders())
+    lines = said()
+    assert lines[:2] == [f"epoch 1/1  step {step}  val/acc 0.5000  val/loss 0.5000" for step in (2, 4)]
+    assert [line.split("  ")[1] for line in lines[2:]] == [f"step {options.get('max_steps', 6)}"]
+
+
 def test_the_bar_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a real terminal: a pseudo one, read back."""
     program = (

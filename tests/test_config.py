@@ -66,6 +66,10 @@ REFUSED: list[tuple[str, str]] = [
     ("++max_step=3", "max_step: there is no such key.*max_steps"),
     ("model.dropuot=0.5", "model.dropuot: there is no such key.*dropout"),
     ("optimizer.momentun=0.5", "optimizer.momentun: there is no such key.*momentum"),
+    (
+        "model=resnet18 model.nrom=1",
+        "model.nrom: .*did you mean norm.*known: label_smoothing, name, norm, pretrained, stem$",
+    ),
     ("model.norm=group", "model.norm: there is no such key; model=resnet18 has it"),
     ("optimizer.lr=0.1", "optimizer.lr: there is no such key; did you mean lr"),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
@@ -87,12 +91,19 @@ REFUSED: list[tuple[str, str]] = [
     ("resident=true", "resident=true: there is no GPU.*resident=auto"),
     ("num_nodes=0", "num_nodes=0.*at least 1"),
     ("num_nodes=2", "num_nodes=2.*rdzv_endpoint=<host>:<port>"),
+    ("rdzv_endpoint=localhost", "rdzv_endpoint=localhost: one machine meets no other; give num_nodes=2"),
+    ("rdzv_endpoint=localhost:29500", "rdzv_endpoint=localhost:29500: one machine meets no other; give num_nodes=2"),
+    ("elastic=true", "elastic=true: only ddp on several devices.*max_restarts=1"),
+    ("elastic=true strategy=dp devices=2", "elastic=true: only ddp on several devices"),
     ("num_nodes=2 rdzv_endpoint=there", "rdzv_endpoint=there.*<host>:<port>"),
     ("num_nodes=2 strategy=dp rdzv_endpoint=there:29500", "num_nodes=2: dp is one process.*strategy=ddp"),
     ("batch_size=0", "batch_size=0.*at least 1"),
     ("batch_size=-64", "batch_size=-64.*at least 1"),
     ("batch_size=64.5", "batch_size=64.5.*whole number"),
     ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
+    ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*63 or 66 can.*pieces=4"),
+    ("batch_size=64 accumulate_grad_batches=3", r"3 equal pieces \(1 device x 3 accumulated\)"),
+    ("pieces=4 accumulate_grad_batches=3", "pieces=4 on 1 device means accumulate_grad_batches=4"),
     ("batch_size=100 devices=3", "batch_size=100.*3 equal pieces.*99 or 102 can.*pieces=4"),
     ("batch_size=2 pieces=3", "batch_size=2.*3 equal pieces.*batch_size=3 can"),
     ("pieces=0", "pieces=0.*at least 1"),
@@ -151,7 +162,8 @@ def test_every_number_of_the_front_page_is_checked() -> None:
         "devices=8 batch_size=64",
         "pieces=8 devices=3",
         "pieces=6 devices=3 accumulate_grad_batches=2 batch_size=96",
-        "strategy=dp devices=3 batch_size=64",
+        "strategy=dp devices=3 batch_size=66",
+        "elastic=true devices=2",
         "num_nodes=2 rdzv_endpoint=localhost:29500",
         "precision=64-true",
         "experiment=mnist_cnn",
@@ -244,6 +256,15 @@ PROCESSES: list[tuple[str, str, float]] = [
     ("num_nodes=2 strategy=dp rdzv_endpoint=nowhere.invalid:1", "dp is one process", FAST),
     ("lr=nan", "lr=nan.*greater than 0", FAST),
     ("outputs=/dev/null/here", "/dev/null/here.*[Nn]ot a directory", FAST),
+    ("--lr=0.1", "--lr=0.1: there is no such flag; an override has no dashes, lr=0.1", FAST),
+    ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>", FAST),
+    (
+        "data=synthetic data.samples=20",
+        "batch_size=64: a step has 18 samples at most, as many as the train.*",
+        WITH_TORCH,
+    ),
+    ("optimizer.momentum=1.5 data=synthetic", "optimizer.momentum=1.5: at least 0 and below 1", WITH_TORCH),
+    ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "Invalid beta parameter.*2", WITH_TORCH),
     ("data=image_folder data_dir=/dev/null/images", "data_dir=/dev/null/images", WITH_TORCH),
 ]
 
@@ -260,6 +281,18 @@ def test_a_refused_run_ends_with_2_and_leaves_nothing(
     assert re.fullmatch(f"error: .*{says}.*\n", run.stderr), run.stderr
     assert run.folders == []
     assert took < seconds
+
+
+def test_what_only_the_first_step_can_refuse_leaves_nothing_either(run_train: Program) -> None:
+    run = run_train("data=synthetic", "strategy=ddp", "devices=2", "memory_budget=1", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search("error: step 1: out of memory: memory_budget=1 MiB .*\n$", run.stderr), run.stderr
+    assert run.folders == []
+
+
+def test_flags_of_hydra_are_taken(run_train: Program) -> None:
+    """The control."""
+    assert "batch_size: 32" in run_train("batch_size=32", "--cfg", "job", "--resolve").stdout
 
 
 def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:

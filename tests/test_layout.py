@@ -52,6 +52,7 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
         ({"devices": 2, "pieces": 8, "accumulate_grad_batches": 2}, "means accumulate_grad_batches=4, not 2"),
         ({"batch_size": 3, "pieces": 8}, "batch_size=8 can"),
         ({"strategy": "dp", "devices": 3, "pieces": 3}, "batch_size=63 or 66 can"),
+        ({"strategy": "dp", "devices": 3}, "batch_size=63 or 66 can; so can pieces=4"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], message: str) -> None:
@@ -71,10 +72,6 @@ def test_the_sizes_that_a_refusal_names_do_fit(batch: int, pieces: int) -> None:
         assert named
         for size in named:
             assert make(batch_size=size, pieces=pieces).batch_size % pieces == 0
-
-
-def test_dp_cuts_a_batch_of_any_size_where_pieces_are_not_given() -> None:
-    assert make(strategy="dp", devices=3).pieces == 3
 
 
 @given(total=st.integers(1, 60), shares=st.lists(st.floats(0.05, 20), min_size=1, max_size=8))
@@ -98,3 +95,4 @@ def test_the_step_in_one_line() -> None:
     )
     assert make().describe() == "step 64 samples = 1 piece x 64 on 1 device"
     assert make(devices=3, pieces=8).describe().endswith("on 3 devices, 3 + 3 + 2")
+    assert make(batch_size=1).describe() == "step 1 sample = 1 piece x 1 on 1 device"

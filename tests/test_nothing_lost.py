@@ -23,6 +23,8 @@ from conftest import ROOT, Program, Run, ended, summary_of, wait_for, workers_of
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
+from lockstep.resume import differences
+
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
     "data=synthetic",
@@ -230,6 +232,14 @@ def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, 
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
 
 
+def test_what_changed_since_the_checkpoint_is_told_once() -> None:
+    sgd = {"name": "sgd", "momentum": 0.9}
+    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
+    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
+    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
+    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
+
+
 # --- asked to save, or to end -----------------------------------------------------------------------------------------
 
 
@@ -267,17 +277,31 @@ def test_terminated_before_the_first_step(run_train: Program) -> None:
 
 def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     process = run_train.start(*ENDLESS, *DDP)
-    saves(run_train.outputs, process)
+    folder = saves(run_train.outputs, process)
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(0.15)
     start = time.monotonic()
     run = run_train.finish(process, timeout=30)
     assert run.returncode == 130, str(run)
     assert time.monotonic() - start < 5
     assert all(ended(pid) for pid in workers)
+    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert last(folder)["global_step"] <= run.summary["steps"]
+    assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
+
+
+def test_what_a_killed_continuation_made_is_told(run_train: Program) -> None:
+    folder = run_train(*JOB, "max_epochs=1").folder
+    process = run_train.start(f"resume={folder}", *ENDLESS)
+    saves(run_train.outputs, process)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
+    run = run_train.finish(process, timeout=30)
+    assert run.returncode == 1, str(run)
+    assert last(folder)["global_step"] <= run.summary["steps"] < last(folder)["global_step"] + 100
+    assert run.summary["steps"] > 12, "more than the summary said that was there before"
 
 
 # --- files that fail --------------------------------------------------------------------------------------------------
@@ -295,6 +319,18 @@ def test_disk_full(run_train: Program, limit: int) -> None:
     assert "Traceback" not in run.stderr
     assert last(folder)["global_step"] > 0, "the checkpoint before is whole"
     assert not list(folder.rglob(".*.tmp"))
+
+
+def test_disk_full_for_tensorboard(run_train: Program) -> None:
+    seldom = ("data.samples=50000", "checkpoint_every=100000", "logger=tensorboard", "log_every=1")
+    process = run_train.start(*ENDLESS, *seldom)
+    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)))
+    wait_for(lambda: "step 32 samples" in log.read_text(), process)
+    resource.prlimit(workers_of(process)[0], resource.RLIMIT_FSIZE, (0, 0))
+    run = run_train.finish(process, timeout=60)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    assert f"OSError: [Errno 27] File too large: '{log.parent}'\n" in run.stderr
 
 
 class Payload:

@@ -105,16 +105,35 @@ def test_sweep_of_layouts(run_train: Program) -> None:
 
 
 def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
-    # job 0 has an impossible batch size; 1 completes; 2 is as 0; 3 meets a gradient that is not finite
-    run = run_train("lr=0.01,1e30", *SHORT, "batch_size=33,32", "scheduler=constant", "pieces=2", "-m", ok=False)
+    # job 0 has a crop that only the open data can refuse; 1 completes; 2 is as 0; 3 meets a gradient that is not finite
+    crops = "data.augment={crop:12},null"
+    run = run_train("lr=0.01,1e30", *SHORT, crops, "scheduler=constant", "-m", ok=False)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
     summaries = [summary_of(job) for job in run.jobs]
     assert [summary["status"] for summary in summaries] == ["failed", "completed", "failed", "failed"]
-    assert "batch_size=33 can't be cut into 2 equal pieces" in summaries[0]["error"]
+    assert "data.augment.crop=12" in summaries[0]["error"]
     assert summaries[2]["error"] == summaries[0]["error"]
     assert "not finite" in summaries[3]["error"]
     assert "error: 3 jobs of the sweep failed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("lr=0.01,0.1,-1", r"lr=-1: must be a number greater than 0 \(job 2: lr=-1\)"),
+        ("lr=0.01,0.1,-1 strategy=dp,ddp", r"lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)"),
+        ("batch_size=32,33 pieces=1,2", r"batch_size=33 can't be .* \(job 3: batch_size=33 pieces=2\)"),
+        ("strategy.shares=[1,2],[1,2,3] strategy=ddp devices=2", r"strategy.shares=\[1, 2, 3\]: .* \(job 1: .*\)"),
+        ("model=mnist_cnn,vgg", r"model=vgg: known: .*"),
+        ("seed=1,2 sweep.jobs=1000", r"sweep.jobs=1000: .*"),
+    ],
+)
+def test_a_grid_is_refused_before_its_first_job(run_train: Program, overrides: str, says: str) -> None:
+    run = run_train(*TINY, *overrides.split(), "-m", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.fullmatch(f"error: {says}\n", run.stderr), run.stderr
+    assert not list(run_train.outputs.rglob("sweeps/*")), "no folder is left"
 
 
 @pytest.mark.parametrize("short", [5, 1], ids=["5 samples for 8 pieces", "1 sample for 8 pieces"])
@@ -212,6 +231,8 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
     assert run.returncode == code, str(run)
     assert "Traceback" not in run.stderr
     summary = run.summary
+    log = (run.folder / "train.log").read_text()
+    assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert signum.name in summary["error"]
     assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"

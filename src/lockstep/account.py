@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lockstep.callbacks import Checkpoint
 from lockstep.config import Config
 from lockstep.data import Splits
+from lockstep.layout import counted
 from lockstep.plan import Plan
 from lockstep.summary import git_info, versions, weights_sha256, write_summary
 from lockstep.workers.environment import restart_count
@@ -31,8 +32,9 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: s
     )
     shown = os.path.relpath(folder)
     where = shown if not shown.startswith("..") else folder
+    epoch = f"{counted(plan.steps_per_epoch, 'step')} per epoch, {steps} in all"
     return (
-        f"{config.layout.describe()}{found}{exact} | {plan.steps_per_epoch} steps per epoch, {steps} in all | "
+        f"{config.layout.describe()}{found}{exact} | {epoch} | "
         f"lr {config.step_lr:g}{scaled} | {f'{chosen} | ' * bool(chosen)}{where}"
     )
 
@@ -48,30 +50,24 @@ class Run:
     started: float  # time.perf_counter()
     metrics: dict[str, float] = field(default_factory=dict)
     sha: str | None = None
-    steps: int = 0
-    epochs: int = 0
 
     def fitted(self) -> None:
         """Takes down what testing would overwrite."""
         self.metrics.update(logged(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
-        self.steps, self.epochs = self.trainer.global_step, self.trainer.current_epoch
         layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
         self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         summary = summarise(self.config, self.folder, status, error)
-        layout, trainer = self.config.layout, self.trainer
-        plan = Plan(len(self.splits.train), layout.batch_size, layout.pieces, self.config.seed)
-        epochs, step = plan.position(self.steps)
+        trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         throughput = next((c for c in callbacks if hasattr(c, "samples_per_second")), None)
         checkpoint = next((c for c in callbacks if isinstance(c, Checkpoint)), None)
         summary |= {
-            "steps": self.steps,
-            "epochs": self.epochs,
-            "samples_seen": epochs * plan.samples + step * plan.batch_size,
+            **progress(self.config, len(self.splits.train), trainer.global_step),
+            "epochs": trainer.current_epoch,
             "metrics": self.metrics,
             "throughput": {
                 "samples_per_second": getattr(throughput, "samples_per_second", None),
@@ -90,6 +86,13 @@ def logged(trainer: pl.Trainer) -> dict[str, float]:
     """What was logged, as plain numbers; counts are whole."""
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in found.items()}
+
+
+def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
+    """A summary's account of `steps` optimizer steps on `samples` training samples."""
+    plan = Plan(samples, config.batch_size, config.layout.pieces, config.seed)
+    epochs, step = plan.position(steps)
+    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.batch_size}
 
 
 def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -35,6 +36,7 @@ from lockstep.workers.signals import Interrupted
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
+BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -82,9 +84,11 @@ def command(job: Job, config_name: str) -> NoReturn:
         if code == 143 and (told := slurm.requeue()):
             print(told, file=sys.stderr)
         leave(code)
-    except Exception as refused:  # by Hydra, before any job: what a job raises is kept above
+    except Exception as refused:  # by Hydra, or for a whole sweep, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(refused, BAD_INPUT):
+            forget(Path(HydraConfig.get().sweep.dir))
     if failures:
         print(f"error: {len(failures)} job{'s' * (len(failures) > 1)} of the sweep failed", file=sys.stderr)
         leave(FAILED)
@@ -98,10 +102,15 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 
 def keyed(arguments: list[str]) -> list[str]:
-    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion."""
+    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
+    Hydra's, on which argparse explains all of these."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
+    for argument in get_args_parser().parse_known_args(arguments)[1]:
+        if argument.startswith("-"):
+            right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
+            raise Refusal(f"{argument}: there is no such flag; an override has no dashes, {right}")
     return arguments
 
 
@@ -128,7 +137,7 @@ def line(error: BaseException, config_name: str) -> str:
     """An error as one line for people."""
     message = str(error)
     if match := re.search(r"Could not override '([^']+)'", message):
-        return f"{match[1]}: there is no such key; {_near(match[1], config_name)}"
+        return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
     if match := re.search(r"Could not find '([^']+)/([^']+)'", message):
         known = sorted(path.stem for path in (ROOT / "conf" / match[1]).glob("*.yaml"))
         return f"{match[1]}={match[2]}: {unknown(match[2], known)}"
@@ -143,14 +152,15 @@ def line(error: BaseException, config_name: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
 
 
-def _near(key: str, config_name: str) -> str:
-    """Where an unknown key's name is known, or what is near it: in the group that it names, or on the front page."""
+def _near(key: str, config_name: str, error: Any) -> str:
+    """Where an unknown key's name is known, or what is near it: where OmegaConf missed it, or on the front page."""
     *groups, name = key.split(".")
     front = _keys([ROOT / "conf" / f"{config_name}.yaml"])
     files = sorted((ROOT / "conf" / groups[0]).glob("*.yaml")) if groups else []
     if having := [file.stem for file in files if name in _keys([file], *groups[1:])]:
         return f"{groups[0]}={' or '.join(having)} has it"
-    known = _keys(files, *groups[1:])
+    beside = error.parent_node if groups and getattr(error, "full_key", None) == key else ()
+    known = sorted({str(found) for found in beside} - {"_target_"})
     return unknown(name, front if name in front or not known else known)
 
 
@@ -168,8 +178,10 @@ def _keys(files: Iterable[Path], *groups: str) -> list[str]:
 
 
 def forget(folder: Path) -> None:
-    """Removes the folder of a run that was refused, unless something else lies in it."""
-    if {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+    """Removes the folder of a run or a sweep that was refused, unless it holds a checkpoint, or anything not ours."""
+    if folder.is_dir() and all(
+        path.name in BEGUN or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
+    ):
         shutil.rmtree(folder)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()

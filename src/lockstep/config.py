@@ -137,6 +137,8 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
     if values["accumulate_grad_batches"] == "auto":
         _check_auto(values)
+    if values["elastic"] and (strategy["name"] != "ddp" or values["devices"] * values["num_nodes"] == 1):
+        raise Refusal("elastic=true: only ddp on several devices can go on with fewer; max_restarts=1 starts it again")
     layout = layouts.resolve(
         strategy=strategy["name"],
         accelerator=values["accelerator"],
@@ -234,9 +236,11 @@ def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:
     """What several machines need; known before one of them waits for the others.
 
     Raises:
-        Refusal: dp, no rendezvous, or one that is no address.
+        Refusal: dp, no rendezvous, or one that is no address, or that nobody else comes to.
     """
     if whole(1)("num_nodes", num_nodes) == 1:
+        if rdzv_endpoint:
+            raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: one machine meets no other; give num_nodes=2 or more")
         return
     if strategy == "dp":
         raise Refusal(f"num_nodes={num_nodes}: dp is one process on one machine; strategy=ddp spans machines")

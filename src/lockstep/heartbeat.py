@@ -47,6 +47,12 @@ def join(rank: int) -> None:
         beat(0)
 
 
+def steps() -> int:
+    """Asked by the parent while it watches: optimizer steps that all workers have made."""
+    beats = np.fromfile(os.environ[VARIABLE]).reshape(-1, 4)
+    return int(min((step for when, step, _, _ in beats if when), default=0))
+
+
 def _runs(pid: float) -> bool:
     """False for a process that is stopped or sleeps uninterruptibly (Linux): the first suspect among equals."""
     try:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from lockstep import heartbeat
 from lockstep.family import end_children
 from lockstep.heartbeat import watching
 from lockstep.interpreter import imported
@@ -33,7 +34,9 @@ GRACE_SECONDS = 5  # between telling the workers to end and killing them, when t
 
 
 class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line."""
+    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`."""
+
+    steps = 0
 
 
 def launch(
@@ -88,6 +91,7 @@ def launch(
         forwarding() as received,
         scratch_folder() as scratch,
         watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
+        _steps_told(),
     ):
         config = LaunchConfig(
             min_nodes=min_nodes or layout.num_nodes,
@@ -123,6 +127,16 @@ def launch(
             if failure.exitcode == -signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM) from None
             raise _explain(rank, failure) from None
+
+
+@contextmanager
+def _steps_told() -> Iterator[None]:
+    """Workers that are killed write no summary: who hears of it hears too how far they were."""
+    try:
+        yield
+    except (Interrupted, WorkerFailed) as ended:
+        ended.steps = heartbeat.steps()
+        raise
 
 
 def _explain(rank: int, failure: Any) -> Exception:

@@ -95,11 +95,15 @@ class Layout:
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
-        where = f"{self.world} devices, {each}" if self.world > 1 else "1 device"
+        where = counted(self.world, "device") + f", {each}" * (self.world > 1)
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return f"step {self.batch_size} samples = {self.pieces} pieces x {size} on {where}{nodes}".replace(
-            "1 pieces", "1 piece", 1 if self.pieces == 1 else 0
-        )
+        step, pieces = counted(self.batch_size, "sample"), counted(self.pieces, "piece")
+        return f"step {step} = {pieces} x {size} on {where}{nodes}"
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{count} {thing}{'s' * (count != 1)}"
 
 
 def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
@@ -143,7 +147,7 @@ def resolve(
     world = devices * num_nodes
     accumulate = accumulate_grad_batches or 1
     if pieces is None:
-        wanted, why = world * accumulate, f"{world} devices x {accumulate} accumulated"
+        wanted, why = world * accumulate, f"{counted(world, 'device')} x {accumulate} accumulated"
     else:
         wanted, why = pieces, f"pieces={pieces}"
         if pieces < world:
@@ -151,14 +155,12 @@ def resolve(
         turns = -(-pieces // world)
         if accumulate_grad_batches is not None and not shares and accumulate_grad_batches != turns:
             raise Refusal(
-                f"pieces={pieces} on {world} devices means accumulate_grad_batches={turns}, "
+                f"pieces={pieces} on {counted(world, 'device')} means accumulate_grad_batches={turns}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={world * accumulate}"
             )
     if wanted > MOST_PIECES:
         raise Refusal(f"{why}: a step is cut into {MOST_PIECES:,} pieces at most")
-    # DataParallel's users expect a batch of any size: without `pieces`, dp cuts it as evenly as whole samples allow.
-    uneven = not even or (strategy == "dp" and pieces is None and batch_size >= wanted)
-    if batch_size % wanted and not uneven:
+    if even and batch_size % wanted:
         raise Refusal(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
             + _nearest(batch_size, wanted, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ def configure(folder: Path, rank: int) -> None:
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk is told once, by who can't go on, not by each message
     warnings.simplefilter("default")
+    threading.excepthook = _thread_failed
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "pytorch_lightning"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [], True
@@ -32,6 +34,14 @@ def configure(folder: Path, rank: int) -> None:
     console.setFormatter(logging.Formatter("%(message)s"))
     LOG.handlers = [console] if rank == 0 else []
     LOG.setLevel(logging.INFO)
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer raises again where it is called next: its thread need not say so on the console."""
+    if isinstance(args.exc_value, OSError):
+        logging.root.error("a thread failed", exc_info=args.exc_value)
+    else:
+        threading.__excepthook__(args)
 
 
 @contextmanager

@@ -136,9 +136,11 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> list[str]:
-    """What changed between two plain configs, as `key: old -> new`."""
+    """What changed between two plain configs, as `key: old -> new`; of a group that another one has replaced, its name
+    and what both have."""
     found = []
-    for key in sorted(set(before) | set(now)):
+    replaced = before.get("name") != now.get("name")
+    for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{above}{key}.")

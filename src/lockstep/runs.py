@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.account import summarise
+from lockstep.account import progress, summarise
 from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
@@ -27,6 +27,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     Raises:
         Refusal, WorkerFailed, Interrupted: as `lockstep.launch.launch`; summary.json then says what ended the run.
     """
+    before = summary_of(folder)
     try:
         if config.strategy["balance"]:
             config = balanced(config, splits, folder)
@@ -36,7 +37,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     except Refusal:
         raise
     except BaseException as error:
-        _conclude(config, folder, error)
+        _conclude(config, splits, folder, before, error)
         raise
 
 
@@ -89,9 +90,12 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
         restarts += 1
 
 
-def _conclude(config: Config, folder: Path, error: BaseException) -> None:
-    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote."""
+def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
+    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote;
+    `before` is that of the run which this one goes on with."""
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
-    written = summary_of(folder) or summarise(config, folder, status, None)
+    written, steps = summary_of(folder), getattr(error, "steps", 0)
+    if not written or (written == before and steps):
+        written = summarise(config, folder, status, None) | progress(config, len(splits.train), steps)
     with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
         write_summary(folder / "summary.json", written | {"status": status, "error": str(error)})

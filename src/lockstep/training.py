@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -22,12 +23,14 @@ from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config
 from lockstep.data import Splits
+from lockstep.layout import Refusal, counted
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
 from lockstep.workers.environment import restart_count
 from lockstep.workers.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -36,6 +39,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = int(os.environ.get("RANK", "0"))
     config = as_launched(config)
     logs.configure(folder, rank)
+    if config.batch_size > len(splits.train):
+        there = counted(len(splits.train), "sample")
+        raise Refusal(f"batch_size={config.batch_size}: a step has {there} at most, as many as the training set")
     fast.set_up(config.layout, config.threads, config.allocator)
     if config.debug.get("one_batch"):
         splits = replace(splits, train=first_batch(config, splits.train))
@@ -75,6 +81,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.fitted()
         return run.finish("pruned", str(pruned))
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            error.filename = str(folder)  # TensorBoard's, which name no file
         logging.root.error("the run failed", exc_info=error)
         with suppress(OSError):  # a full disk, say
             run.finish("failed", f"{type(error).__name__}: {error}")

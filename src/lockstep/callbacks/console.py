@@ -15,12 +15,14 @@ from rich.console import Console as Screen
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.callbacks.throughput import Throughput, find
+from lockstep.loop import is_last_step
 
 LOG = logging.getLogger("lockstep")
 
 
 class Console(Callback):
-    """Says one line per epoch and the test's result, through the logger `lockstep`: on the console and in train.log.
+    """Says one line per epoch, one per validation inside it, and the test's result, through the logger `lockstep`: on
+    the console and in train.log.
 
     On a terminal a bar stands below; elsewhere a long epoch says once in a while how far it is.
 
@@ -65,6 +67,14 @@ class Console(Callback):
             train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
             step = f"step {trainer.global_step}/{_total_steps(trainer) or '?'}"
             LOG.info(_line(_epoch(trainer), step, _metrics(train), self._speed()))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Of an epoch's end, or the run's, the epoch's own line tells.
+        inside = trainer.state.fn == "fit" and not (trainer.sanity_checking or trainer.is_last_batch)
+        if not (inside and trainer.is_global_zero) or is_last_step(trainer):
+            return
+        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        LOG.info(_line(_epoch(trainer), f"step {trainer.global_step}", _metrics(found)))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:

@@ -10,8 +10,11 @@ from lockstep.heartbeat import beat
 
 
 class Heartbeat(pl.Callback):
-    """Tells the parent at each batch of an evaluation or prediction that this worker is alive; the loop does so at each
-    turn of a step."""
+    """Tells the parent at the start and at each batch of an evaluation or prediction that this worker is alive, and how
+    far; the loop does so at each turn of a step."""
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        beat(trainer.global_step)  # of a resumed run
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         beat(trainer.global_step)

@@ -58,8 +58,8 @@ class Preemption(pl.Callback):
         ending = next((signum for signum in asked if signum != signal.SIGUSR1), None)
         asked.clear()
         if trainer.is_global_zero:
-            name = signal.Signals(ending or signal.SIGUSR1).name
-            LOG.info(f"{name}: saved {self.path.name} after step {trainer.global_step}")
+            why = "asked to end" if ending else "SIGUSR1"  # the parent knows by what
+            LOG.info(f"{why}: saved {self.path.name} after step {trainer.global_step}")
         self.ending = ending
 
     def on_train_batch_start(

@@ -22,7 +22,7 @@ class ImageClassifier(LightningModule):
 
     lr is the peak learning rate of a whole step (batch_size samples); optimizer and scheduler are the plain dicts of
     conf/optimizer and conf/scheduler; total_steps counts the optimizer steps of the whole run. Override `losses` for
-    another loss. Refusal: label_smoothing or schedule out of range; from configure_optimizers, what torch refuses.
+    another loss. Refusal: label_smoothing, schedule or optimizer out of range.
     """
 
     confusion: Tensor | None = None  # of the last evaluation: int64 [C, C] on the CPU, row = label, column = prediction
@@ -43,7 +43,8 @@ class ImageClassifier(LightningModule):
         super().__init__()
         if not 0 <= label_smoothing < 1:
             raise Refusal(f"label_smoothing={label_smoothing}: a share of the probability, at least 0 and below 1")
-        lr_factor(total_steps, **scheduler)  # refuses a schedule before anything is trained
+        lr_factor(total_steps, **scheduler)  # refuses a schedule before anything is trained,
+        build_optimizer(nn.Linear(1, 1), lr, **optimizer)  # and an optimizer
         self.save_hyperparameters(ignore=["net"], logger=False)  # for load_from_checkpoint
         self.net, self.num_classes, self.label_smoothing = net, num_classes, label_smoothing
         self.lr, self.optimizer, self.scheduler, self.total_steps = lr, optimizer, scheduler, total_steps

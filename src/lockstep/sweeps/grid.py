@@ -9,12 +9,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import resume
+from lockstep.config import check
 from lockstep.layout import Refusal
 from lockstep.machine import gpu_count
 from lockstep.resume import key, sweeps
@@ -77,6 +80,9 @@ def launch(
     Args:
         listed: overrides of each job.
         first: number of the first of them.
+
+    Raises:
+        Refusal: a job can't be run as given; none has begun.
     """
     setup_globals()
     sweep = options.check("sweep", OmegaConf.to_container(config.sweep, resolve=True))
@@ -96,6 +102,8 @@ def launch(
             progress.done += 1
         else:
             missing.append(job)
+    if config.hydra.job.config_name == "train":
+        check_jobs(config, context, missing)
     run = Runner(config, context, task)
 
     def ended(job: Job, summary: dict[str, Any]) -> None:
@@ -109,6 +117,39 @@ def launch(
         if progress.done < progress.total or jobs.failures:
             hint(folder)
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
+
+
+def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
+    """Refuses what a job would refuse when its turn comes, hours later perhaps.
+
+    Hydra composes a config in 80 ms, and has done so for each job already, to see that it can. Jobs of a grid set the
+    same keys: where only plain values differ, they are put into the config of the job before, in a tenth of that.
+
+    Raises:
+        Refusal: naming the job.
+    """
+    parser, loader = OverridesParser.create(config_loader=context.config_loader), context.config_loader
+    composed: dict[tuple[str, ...], DictConfig] = {}
+    for job in listed:
+        overrides = parser.parse_overrides(job.overrides)
+        values = {
+            override.key_or_group: override.value()
+            for override in overrides
+            if override.type is OverrideType.CHANGE
+            and not isinstance(override.value(), list | dict)
+            and not loader.get_group_options(override.key_or_group)
+        }
+        others = tuple(str(override.input_line) for override in overrides if override.key_or_group not in values)
+        if others not in composed:
+            composed[others] = loader.load_sweep_config(config, job.overrides)
+            with open_dict(composed[others]):
+                del composed[others]["hydra"]
+        for name, value in values.items():
+            OmegaConf.update(composed[others], name, value)
+        try:
+            check(OmegaConf.to_container(composed[others], resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
+        except Refusal as refusal:
+            raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
 
 
 class Runner:

@@ -6,12 +6,18 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
 class Interrupted(BaseException):
-    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job.
+
+    Attributes:
+        steps: optimizer steps that the workers had made, where there were any.
+    """
+
+    steps = 0
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
@@ -44,11 +50,20 @@ def forwarding() -> Iterator[list[int]]:
                 _tell_workers(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
+            if signum == signal.SIGINT:
+                say_ending()
         _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, handler)
     yield received
+
+
+def say_ending() -> None:
+    """Answers the first Ctrl-C. Past Python's streams: a signal handler may interrupt them."""
+    with suppress(OSError):
+        newline = "\n" * os.isatty(2)  # after the ^C
+        os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
 
 
 def ask_to_end() -> None:
