@@ -28,6 +28,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from campaigns.faults import FAULTS, schedule
 from campaigns.lives import preload
 from campaigns.runs import LINE, Campaign

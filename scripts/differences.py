@@ -122,7 +122,7 @@ def differences(raw: dict[str, Any], folder: Path) -> None:
         return Effect(a.sha256 == b.sha256, difference(b.weights, a.weights), points)
 
     lines = [
-        "| network | what differs | breaks `exact` | weights | accuracy, points | removed by | what is then left |",
+        "| network | what differs | other bits | weights | accuracy, points | removed by | what is then left |",
         "|---|---|---|---|---|---|---|",
     ]
     rows = []
@@ -130,9 +130,9 @@ def differences(raw: dict[str, Any], folder: Path) -> None:
         found = effect(pair.one, pair.other)
         left = effect(*pair.switched) if pair.switched else None
         rows.append({"net": net, "pair": pair.name, "effect": asdict(found), "left": asdict(left) if left else None})
-        breaks = "no" if found.same_bits else "yes"
+        other_bits = "no" if found.same_bits else "yes"
         lines.append(
-            f"| {net} | {pair.name} | {breaks} | {found.weights:.0e} | {found.accuracy:+.2f} "
+            f"| {net} | {pair.name} | {other_bits} | {found.weights:.0e} | {found.accuracy:+.2f} "
             f"| {pair.switch or '-'} | {left or '-'} |"
         )
     table = "\n".join(lines)

@@ -7,9 +7,10 @@ and with exact=true. By default layouts must agree to rounding; under exact, bit
 steps that are wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
 
 What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
-show how far this model has carried that after each step, and ten times as far is the tolerance, step by step: small
-nets forget a rounding error, others (ResNet18 in tiny pieces) blow it up to the size of the weights within ten steps,
-where a comparison of final weights would see no mistake any more.
+show how far this model has carried that after each step, and ten times as far (or ten roundings of the weights for each
+step so far, where that is more) is the tolerance, step by step: small nets forget a rounding error, others (ResNet18 in
+tiny pieces) blow it up to the size of the weights within ten steps, where a comparison of final weights would see no
+mistake any more.
 
 Writes parity.json and parity.png into its run folder. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """

@@ -3,9 +3,9 @@
     python scripts/time_to_accuracy.py --data-dir <folder with MNIST/> --json times.json
 
 Runs `experiment=mnist_fast` and `experiment=mnist_best` for every seed, and in their midst, once,
-opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those until
-the test result stands in summary.json or on the opponent's console; until the process has ended is told beside it.
-The opponent takes a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
+scripts/opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those
+until the test result stands in summary.json or on the opponent's console; beside it, until the process has ended. The
+opponent takes a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_measured_is_compared_with_measured() -> None:
     found = choices()
     ddp, one = (found[f"strategy={name} accumulate_grad_batches=1"] for name in ("ddp devices=2", "auto devices=1"))
     ddp.measured = 0.1
-    asked = SimpleNamespace(batch_size=64, layout=SimpleNamespace(accelerator="cpu"))
+    asked: Any = SimpleNamespace(batch_size=64, layout=SimpleNamespace(accelerator="cpu"))
     without: Any = [choice for choice in found.values() if choice.devices > 1]  # one device does not hold it
     assert "than one device" not in conclusion(without, machine(), asked)
     one.measured = 0.25

@@ -34,7 +34,7 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
 
 def written(folder: Path, **summary: Any) -> Path:
     """A run folder made by hand."""
-    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
     (folder / ".hydra" / "config.yaml").write_text(
         "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"
     )
@@ -158,8 +158,12 @@ def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path)
 def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:
     job(tmp_path / "0", 1, 0, 0.5, 90.0)
     job(tmp_path / "1", 1, 0, 0.0, 0.0, lr=-1, layout=None, status="failed", error="lr=-1: no")
+    job(tmp_path / "2", 99, 0, 0.0, 0.0, layout=None, status="failed", error="devices=99: no")
     done = compare(tmp_path)
-    assert "\n1 (lr=-1): failed, lr=-1: no\n" in done.stdout
+    assert "\n1 (lr=-1): failed, lr=-1: no\n2 (lr=0.1): failed, devices=99: no\n" in done.stdout
+    job(tmp_path / "1", 2, 0, 0.6, 150.0)
+    done = compare(tmp_path)
+    assert "\n2: failed, devices=99: no\n" in done.stdout
     assert "None" not in done.stdout
 
 

@@ -20,7 +20,7 @@ SAVE_AT = 1000
 
 
 def measure(data_dir: str, threads: int, folder: Path) -> list[Row]:
-    """Goal 2 for a number of threads.
+    """All races with a number of threads.
 
     Raises:
         RuntimeError: the sides have not learnt the same.

@@ -35,7 +35,7 @@ class Limit:
 
 
 def measure(folder: Path) -> list[Limit]:
-    """Goal 8: both models, float32 and bf16-mixed."""
+    """Both models, float32 and bf16-mixed."""
     from lockstep.config import check
     from lockstep.data import open_data
     from lockstep.launch import launch

@@ -20,7 +20,7 @@ DATA = {"mnist_cnn": SMALL, "resnet18": COLOURED | {"samples": 5000}}
 
 
 def measure(model: str, folder: Path) -> list[Row]:
-    """Goal 5 for a model: one device, beside it the loop with every lever, then ddp on two; one thread a worker.
+    """A model on one device, beside it the loop with every lever, then ddp on two; one thread a worker.
 
     Raises:
         RuntimeError: the loop does not compute the same.

@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from lockstep.checks import ROOT
+
 Command = Sequence[str]
 
-ROOT = Path(__file__).resolve().parents[2]
 OPPONENTS = ROOT / "scripts" / "opponents"
 
 

@@ -14,7 +14,7 @@ AHEAD = {"mnist_fast": 20.0, "mnist_best": 7.0}  # goals: times as fast as the o
 
 
 def start(folder: Path, data_dir: str, rounds: int = 3) -> tuple[list[Row], dict[str, Any]]:
-    """Goal 3."""
+    """The command to its first step and to its end, ddp and sweeps beside it."""
     found = startup.measure(rounds)
     middle = {name: (median(pair["ours"]), median(pair["other"])) for name, pair in found.items()}
     one, two = middle["ddp"][1], middle["ddp"][0]
@@ -33,7 +33,7 @@ def _sides(pair: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 
 def memory(folder: Path, data_dir: str, rounds: int = 1) -> tuple[list[Row], dict[str, Any]]:
-    """Goal 7."""
+    """Peak memory of a worker."""
     found = resident.measure(rounds)
     what = "a worker's peak resident memory, against a bare loop's"
     rows = [
@@ -43,7 +43,7 @@ def memory(folder: Path, data_dir: str, rounds: int = 1) -> tuple[list[Row], dic
 
 
 def accuracy(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    """Goal 6."""
+    """The recipes against the program of pytorch/examples."""
     found = time_to_accuracy.measure(data_dir)
     racers = {racer["recipe"]: racer for racer in found["racers"]}
     other = racers[time_to_accuracy.OPPONENT]

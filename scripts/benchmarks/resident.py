@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.players import ROOT
+from lockstep.checks import ROOT
 
 GOAL = 1.1  # a worker's peak over the bare loop's, at most
 MIB = 1024  # KiB, in which the kernel counts

@@ -29,7 +29,7 @@ BATCH = 256
 
 
 def measure(model: str, folder: Path) -> list[Row]:
-    """Goal 4 for a model, one thread a worker; all sides are train.py, so all compute the same step."""
+    """A model, one thread a worker; all sides are train.py, so all compute the same step."""
     case = CASES[model]
     base = [str(OPPONENTS / "lockstep_train.py"), f"model={model}", "data=synthetic", *case.data, "threads=1"]
     base += ["lr=0.01", f"outputs={folder}/runs"]

@@ -36,7 +36,7 @@ CASES = {
 
 
 def measure(name: str, folder: Path) -> list[Row]:
-    """Goal 1 for a model.
+    """All comparisons of a model.
 
     Raises:
         RuntimeError: the sides do not compute the same.

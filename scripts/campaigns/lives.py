@@ -18,8 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "src"))
+from lockstep.checks import ROOT
 
 PIPE_BYTES = 1 << 20  # what a life may say; it is read when the life is over
 

@@ -62,7 +62,7 @@ class Comparison:
     def remarks(self) -> list[str]:
         """Runs that are not in the numbers, and why."""
         return [
-            f"{run.folder.name} ({group.label}): {run.summary.get('status', 'without an end')}"
+            f"{run.folder.name}{f' ({group.label})' * bool(group.label)}: {run.summary.get('status', 'without an end')}"
             + (f", {run.summary['error']}" if run.summary.get("error") else "")
             for group in self.groups
             for run in group.runs

@@ -55,7 +55,7 @@ def distances(found: Outcome, reference: Outcome) -> Distances:
 
 
 def allowed(yardsticks: Sequence[Distances], roundoff: float) -> Distances:
-    """The tolerance: MARGIN times the largest of the yardsticks, and at least a rounding a step."""
+    """The tolerance: MARGIN times the largest of the yardsticks, or of a rounding a step, where that is more."""
     floor = roundoff * np.arange(1, len(yardsticks[0].loss_curve) + 1)
     ends = [MARGIN * max(floor[-1], *(getattr(found, name) for found in yardsticks)) for name in ENDS]
     curves = [
@@ -142,6 +142,7 @@ def explain(reference: Outcome, tolerance: Distances) -> str:
         f"{steps} steps of {config.batch_size} samples in {config.layout.pieces} pieces, {config.precision}. Distances "
         "are relative: norms, the largest of all tensors; loss: the largest of all steps.",
         f"Tolerance by default, after each step: {MARGIN} x what roundings of the gradient have become on this model, "
+        f"and at least {MARGIN} roundings of the weights a step: "
         f"{curve[0]:.1e} of the weights after step 1 and {curve[-1]:.1e} after step {steps}. Under exact=true: none.",
     ]
     if curve[-1] > MARGIN * 0.01:
