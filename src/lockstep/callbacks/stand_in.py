@@ -34,8 +34,9 @@ class StandIn(pl.Callback):
             if metric.update_count != before:  # others are those of the epoch that is under way
                 metric.reset()
         for result in (trainer._results or {}).values():
-            result.reset()
-            result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
+            if not result.has_reset:  # others were logged by an evaluation before
+                result.reset()
+                result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
 
 
 def _updates(module: pl.LightningModule) -> list[tuple[Metric, int]]:
