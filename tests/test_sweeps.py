@@ -100,9 +100,10 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     cores = [os.sched_getaffinity(pid) for pid in workers_of(process)]
     assert len(cores) == 2
     assert not cores[0] & cores[1]
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     run = run_train.finish(process, timeout=60)
-    assert run.returncode == 143, str(run)
+    assert run.returncode == 130, str(run)
+    assert run.stderr.count("SIGINT: saving and ending; once more ends at once") == 1
     assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2
     assert "step 32 samples" not in run.stderr
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)

@@ -27,7 +27,7 @@ from lockstep.launch import start_method
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
 from lockstep.workers.environment import STARTED, external_workers
-from lockstep.workers.signals import Interrupted
+from lockstep.workers.signals import Interrupted, say_ending
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDED_WELL = ("completed", "pruned")
@@ -120,7 +120,7 @@ def run_jobs(
     fork = multiprocessing.get_context("fork")
     running: dict[int, Running] = {}  # by what becomes ready when it ends
     free = list(places)
-    with _signals_passed_on(running) as received:
+    with _signals_passed_on(running, apart=len(places) > 1) as received:
         while True:
             while free and not received and (job := next(jobs, None)) is not None:
                 with _signals_held():  # none between a job's start and its being known
@@ -199,12 +199,15 @@ def prepare(job: Job) -> list[str]:
 
 
 @contextmanager
-def _signals_passed_on(running: Mapping[int, Running]) -> Iterator[list[int]]:
-    """Signals go to every job. Yields those received so far that end the sweep."""
+def _signals_passed_on(running: Mapping[int, Running], apart: bool) -> Iterator[list[int]]:
+    """Signals go to every job. Yields those received so far that end the sweep. Jobs that are `apart` answer a Ctrl-C
+    in their own logs only."""
     received: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if signum != signal.SIGUSR1:
+            if apart and signum == signal.SIGINT and signum not in received:
+                say_ending()
             received.append(signum)
         for each in list(running.values()):
             with suppress(ProcessLookupError):
