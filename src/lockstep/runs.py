@@ -18,7 +18,7 @@ from lockstep.config import Config
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
-from lockstep.workers.signals import Interrupted, ask_to_end
+from lockstep.workers.signals import Interrupted, ask_to_end, asked
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -59,7 +59,7 @@ def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path,
 def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Goes on with one worker fewer when one is lost for good (the agent's `max_restarts` are used up), and with all
     of them after `elastic_retry` seconds. `pieces` stay, so every layout takes the same steps."""
-    devices, restarts, again = config.layout.devices, 0, False
+    devices, restarts = config.layout.devices, 0
 
     def retry(signum: int, frame: FrameType | None) -> None:
         nonlocal again
@@ -68,6 +68,8 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
 
     signal.signal(signal.SIGALRM, retry)
     while True:
+        again = False
+        asked.clear()  # by an alarm that came too late
         if devices < config.layout.devices:
             signal.setitimer(signal.ITIMER_REAL, config.elastic_retry)
         try:
@@ -82,7 +84,7 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
         except Interrupted:
             if not again:
                 raise
-            devices, again = config.layout.devices, False
+            devices = config.layout.devices
             print(f"trying {devices} workers again", file=sys.stderr)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -91,6 +93,8 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
 
 def _conclude(config: Config, folder: Path, error: BaseException) -> None:
     """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote."""
+    if isinstance(error, KeyboardInterrupt):  # before the workers, or after them
+        error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
     written = summary_of(folder) or summarise(config, folder, status, None)
     with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
