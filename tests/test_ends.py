@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, summary_of
@@ -13,6 +16,8 @@ from conftest import ROOT, summary_of
 from lockstep import runs
 from lockstep.config import check
 from lockstep.library import compose
+from lockstep.workers.environment import environment_kept
+from lockstep.workers.signals import forwarding
 
 SAVE = """
 import os, signal
@@ -89,3 +94,12 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         runs.run_in_workers(interrupted, check(dict(compose())), None, tmp_path)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
+
+
+def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])
+    with environment_kept(), forwarding() as received:
+        signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]

@@ -59,7 +59,7 @@ def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path,
 def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Goes on with one worker fewer when one is lost for good (the agent's `max_restarts` are used up), and with all
     of them after `elastic_retry` seconds. `pieces` stay, so every layout takes the same steps."""
-    devices, restarts = config.layout.devices, 0
+    devices, restarts, again = config.layout.devices, 0, False
 
     def retry(signum: int, frame: FrameType | None) -> None:
         nonlocal again
@@ -68,8 +68,6 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
 
     signal.signal(signal.SIGALRM, retry)
     while True:
-        again = False
-        asked.clear()  # by an alarm that came too late
         if devices < config.layout.devices:
             signal.setitimer(signal.ITIMER_REAL, config.elastic_retry)
         try:
@@ -88,7 +86,8 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
             print(f"trying {devices} workers again", file=sys.stderr)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        restarts += 1
+        restarts, again = restarts + 1, False
+        asked.clear()  # by an alarm that came too late
 
 
 def _conclude(config: Config, folder: Path, error: BaseException) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 
@@ -62,4 +62,5 @@ def ask_to_end() -> None:
 def _tell_workers(signum: int) -> None:
     for child in multiprocessing.active_children():
         if child.pid:
-            os.kill(child.pid, signum)
+            with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end
+                os.kill(child.pid, signum)
