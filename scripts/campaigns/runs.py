@@ -17,6 +17,7 @@ from campaigns.lives import Life
 LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # what a life draws from
 GRACE = 30  # seconds that a life may take to end when something struck
 LATE = 5  # seconds after which nobody trains on who was asked to end
+YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.scratch), and some more
 GONE = 8  # seconds: loader processes look for their parent every 5
 LINE = "{:<15} {:<21} {:<14} {:>6}  {:>4}  {}"  # of the table
 
@@ -160,8 +161,10 @@ class Run:
         campaign = self.campaign
         if processes := life.left(GONE):
             self._problem(life, f"{len(processes)} processes left behind: {', '.join(sorted(set(processes.values())))}")
-        scratch = Path(tempfile.gettempdir())
-        if life.code in (0, 1) and (files := list(scratch.iterdir())):  # killed parents leave it to the next life
+        scratch, began = Path(tempfile.gettempdir()), time.time() - life.age
+        # Killed parents leave theirs to the next life; of the last moments before it, to the one after.
+        files = [file for file in scratch.iterdir() if not began - YOUNG < file.stat().st_mtime < began]
+        if life.code in (0, 1) and files:
             self._problem(life, f"temporary files left: {', '.join(sorted(file.name for file in files))}")
             scratch.rename(self.home.with_name(f"tmp_{len(campaign.problems)}"))
             scratch.mkdir()

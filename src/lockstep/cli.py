@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
     terminated.
     """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     import_quickly()
     import_later()
     register_resolvers()

@@ -21,6 +21,10 @@ def die_with(parent: int) -> None:
 def end_children() -> None:
     """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
     them at exit, and then wait for them for ever."""
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.kill()
+    reports = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process is killed
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join()
+    signal.signal(signal.SIGCHLD, reports)

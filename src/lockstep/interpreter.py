@@ -11,6 +11,7 @@ import atexit
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
@@ -31,10 +32,13 @@ def imported() -> None:
 
 def leave(code: int) -> NoReturn:
     """Ends this process with `code`: threads are waited for, exit handlers run and what was written goes out, but the
-    modules are not taken apart; the kernel takes everything back at once."""
+    modules are not taken apart; the kernel takes everything back at once. Ctrl-C ends it earlier only where a thread
+    keeps it waiting."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Private, since a handler of our own would have to be registered before all others to be the last one called.
     atexit._run_exitfuncs()
     logging.shutdown()

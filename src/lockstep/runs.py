@@ -18,7 +18,7 @@ from lockstep.config import Config
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
-from lockstep.workers.signals import Interrupted, ask_to_end
+from lockstep.workers.signals import Interrupted, ask_to_end, asked
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -83,16 +83,19 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
         except Interrupted:
             if not again:
                 raise
-            devices, again = config.layout.devices, False
+            devices = config.layout.devices
             print(f"trying {devices} workers again", file=sys.stderr)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        restarts += 1
+        restarts, again = restarts + 1, False
+        asked.clear()  # by an alarm that came too late
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
     """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote;
     `before` is that of the run which this one goes on with."""
+    if isinstance(error, KeyboardInterrupt):  # before the workers, or after them
+        error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
     written, steps = summary_of(folder), getattr(error, "steps", 0)
     if not written or (written == before and steps):

@@ -145,8 +145,9 @@ def run_jobs(
 def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, parent: int) -> None:
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
-    for number in PASSED_ON:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     die_with(parent)
     if place.cores:

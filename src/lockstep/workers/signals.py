@@ -37,7 +37,6 @@ def forwarding() -> Iterator[list[int]]:
     """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
     to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
     received: list[int] = []
-    asked.clear()
     parent = os.getpid()
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -56,7 +55,10 @@ def forwarding() -> Iterator[list[int]]:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, handler)
-    yield received
+    try:
+        yield received
+    finally:
+        asked.clear()
 
 
 def say_ending() -> None:
@@ -67,11 +69,13 @@ def say_ending() -> None:
 
 
 def ask_to_end() -> None:
-    """Asks the workers to save and end, as SIGTERM does."""
+    """Asks the workers to save and end, as SIGTERM does; those too that the parent is still to start."""
+    asked.append(signal.SIGTERM)
     _tell_workers(signal.SIGTERM)
 
 
 def _tell_workers(signum: int) -> None:
     for child in multiprocessing.active_children():
         if child.pid:
-            os.kill(child.pid, signum)
+            with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end
+                os.kill(child.pid, signum)

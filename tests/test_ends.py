@@ -1,0 +1,105 @@
+"""Signals that come before a run's workers exist, or when they are done: nothing is lost, and nothing is said of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, summary_of
+
+from lockstep import runs
+from lockstep.config import check
+from lockstep.library import compose
+from lockstep.workers.environment import environment_kept
+from lockstep.workers.signals import forwarding
+
+SAVE = """
+import os, signal
+from lockstep import cli
+from train import train
+
+def job(raw, folder):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    result = train(raw, folder)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return result
+
+cli.command(job, "train")
+"""
+
+CTRL_C = """
+import atexit, os, signal
+from lockstep.interpreter import leave
+
+def handler():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("handled")
+
+atexit.register(handler)
+leave(0)
+"""
+
+LOADERS = """
+import multiprocessing
+from torch.utils.data import DataLoader
+from lockstep.family import end_children
+
+batches = iter(DataLoader(range(100), num_workers=2))
+next(batches)
+end_children()
+print(len(multiprocessing.active_children()), "left")
+"""
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
+def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    done = run(SAVE, *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.rglob("summary.json")
+    assert summary_of(found.parent)["status"] == "completed"
+
+
+def test_ctrl_c_while_exit_handlers_run() -> None:
+    done = run(CTRL_C)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "handled\n", "")
+
+
+def test_loader_processes_are_ended_without_an_alarm() -> None:
+    done = run(LOADERS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 left\n", "")
+
+
+def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "_launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run_in_workers(interrupted, check(dict(compose())), None, tmp_path)
+    assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
+
+
+def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])
+    with environment_kept(), forwarding() as received:
+        signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]
