@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.checks import ROOT
+from benchmarks.players import ROOT
 
 GOAL = 1.1  # a worker's peak over the bare loop's, at most
 MIB = 1024  # KiB, in which the kernel counts
@@ -33,33 +32,31 @@ def measure(rounds: int) -> Figures:
     Raises:
         subprocess.CalledProcessError: a program failed.
     """
-    with ThreadPoolExecutor(len(CASES)) as both:  # memory does not depend on who runs beside
-        rounds_of = [both.submit(_round, model) for _ in range(rounds) for model in CASES]
-        found: Figures = {}
-        for one in rounds_of:
-            for name, figures in one.result().items():
-                case = found.setdefault(name, {key: [] for key in figures})
-                for key, value in figures.items():
-                    case[key].append(value)
+    found: Figures = {}
+    for _ in range(rounds):
+        for model, (batch_size, steps, samples) in CASES.items():
+            bare = [sys.executable, "scripts/opponents/bare_memory.py", model, *map(str, (batch_size, steps, samples))]
+            other, other_total = watch(bare, workers=False)
+            for devices in (1, 2):
+                with tempfile.TemporaryDirectory() as outputs:
+                    run = [
+                        sys.executable,
+                        "src/train.py",
+                        f"model={model}",
+                        "data=synthetic",
+                        f"data.samples={samples}",
+                    ]
+                    run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"outputs={outputs}"]
+                    run += [] if devices == 1 else ["strategy=ddp", f"devices={devices}"]
+                    ours, ours_total = watch(run, workers=True)
+                case = found.setdefault(
+                    model if devices == 1 else f"{model}, ddp 2",
+                    {"ours": [], "other": [], "ours_total": [], "other_total": []},
+                )
+                for name, value in zip(case, (ours, other, ours_total, other_total), strict=False):
+                    case[name].append(value)
     for case in found.values():
         case["ratio"] = median(case["ours"]) / median(case["other"])
-    return found
-
-
-def _round(model: str) -> dict[str, dict[str, float]]:
-    """Each program of a model once."""
-    batch_size, steps, samples = CASES[model]
-    bare = [sys.executable, "scripts/opponents/bare_memory.py", model, *map(str, (batch_size, steps, samples))]
-    other, other_total = watch(bare, workers=False)
-    found = {}
-    for devices in (1, 2):
-        with tempfile.TemporaryDirectory() as outputs:
-            run = [sys.executable, "src/train.py", f"model={model}", "data=synthetic", f"data.samples={samples}"]
-            run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"outputs={outputs}"]
-            run += [] if devices == 1 else ["strategy=ddp", f"devices={devices}"]
-            ours, ours_total = watch(run, workers=True)
-        name = model if devices == 1 else f"{model}, ddp 2"
-        found[name] = {"ours": ours, "other": other, "ours_total": ours_total, "other_total": other_total}
     return found
 
 
