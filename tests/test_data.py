@@ -230,7 +230,8 @@ def test_lightning_predicts_in_the_order_of_samples(processes: int, samples: int
 
 @pytest.mark.filterwarnings("ignore")
 def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, optimizer={}, scheduler={}, total_steps=1)
+    task: dict[str, Any] = {"optimizer": {"name": "sgd"}, "scheduler": {"name": "constant"}, "total_steps": 1}
+    net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, **task)
     sides = splits(arrays(9), evaluated=arrays(300, size=12))
     beats: list[int] = []
     monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)

@@ -92,7 +92,7 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(runs, "_launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        runs.run_in_workers(interrupted, check(dict(compose())), None, tmp_path)
+        runs.run_in_workers(interrupted, check(dict(compose())), SimpleNamespace(train=range(640)), tmp_path)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
 
 
