@@ -1,6 +1,6 @@
 """Every claim about speed, measured: ours against what one would run instead.
 
-    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, 25 minutes on two cores
+    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, 26 minutes on two cores
     python scripts/benchmark.py step limit                           # some
     python scripts/benchmark.py gpu                                  # left out above where there is no GPU
 

@@ -16,7 +16,7 @@ from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
 from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.layout import Refusal
-from lockstep.loop import StepLoop
+from lockstep.loop import StepLoop, is_last_step
 
 log = logging.getLogger("lockstep")
 
@@ -210,6 +210,4 @@ def validates(trainer: Trainer) -> bool:
     if not trainer.enable_validation:
         return False
     inside = trainer.check_val_every_n_epoch is None
-    return trainer.global_step == trainer.max_steps or (
-        inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0
-    )
+    return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, fetch
@@ -83,8 +83,11 @@ class StepDataset:
         store = base(self.dataset)
         alone = get_worker_info() is None  # loader processes may be many, each has its own memory, and nobody waits
         held = alone and type(store) in (ArrayDataset, Resident)
-        step_bytes = store.images[0].nbytes * -(-self.layout.batch_size // self.layout.processes) if held else GATHERED
-        last = min(index + max(1, GATHERED // step_bytes), self.plan.steps_per_epoch)
+        together = 1
+        if held:
+            samples = -(-self.layout.batch_size // self.layout.processes)
+            together = max(1, GATHERED // (store.images[0].nbytes * samples))
+        last = min(index + together, self.plan.steps_per_epoch)
         shares = {(epoch, step, cut): self._share(epoch, step, cut) for step in range(index, last)}
         turns = [turn for share in shares.values() for turn in share.turns]
         if not turns:
@@ -184,6 +187,4 @@ def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:
 
 def streams(dataset: Any) -> bool:
     """Whether a dataset reads its samples from disk, so that loader processes pay (it says so by `streams = True`)."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return bool(getattr(dataset, "streams", False))
+    return bool(getattr(base(dataset), "streams", False))
