@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.from-lock
+BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after the other, in this process
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,10 +32,10 @@ dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port
 	@$(BIN)/tensorboard --logdir outputs --host 127.0.0.1 $(ARGS)
 
 quick: setup ## the tests without the whole-run proofs
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
 
 test: quick ## the whole suite: those, then the proofs
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest $(BESIDE) -m slow $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy
 	@$(BIN)/ruff check

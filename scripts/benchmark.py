@@ -1,6 +1,6 @@
 """Every claim about speed, measured: ours against what one would run instead.
 
-    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, 26 minutes on two cores
+    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
     python scripts/benchmark.py step limit                           # some
     python scripts/benchmark.py gpu                                  # left out above where there is no GPU
 
@@ -35,6 +35,7 @@ from rich.table import Table
 from time_to_accuracy import CommandFailed
 
 from lockstep.checks import ROOT, unknown
+from lockstep.launch import WorkerFailed
 from lockstep.layout import Refusal
 from lockstep.machine import cores, gpu_count
 from lockstep.summary import git_info, versions, write_summary
@@ -124,7 +125,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows, more = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
-            except (RuntimeError, subprocess.SubprocessError, CommandFailed) as error:
+            except (RuntimeError, subprocess.SubprocessError, CommandFailed, WorkerFailed, Refusal) as error:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue

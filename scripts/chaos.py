@@ -66,7 +66,7 @@ def main() -> int:
     )
     parser.add_argument("--exact", action="store_true", help="another layout in each life, exact=true")
     parser.add_argument("--fork", action="store_true", help="lives are forks of this process: about 5 s less for each")
-    parser.add_argument("--control", action="store_true", help="resume with another seed: must not be survived")
+    parser.add_argument("--control", action="store_true", help="go on with another seed: must not be survived")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     options = parser.parse_args()
     if unknown := set(options.layouts.split(",")) - set(LAYOUTS):

@@ -8,5 +8,5 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR MASTER_PORT=29500
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # another job may have tasks on the same node
 srun python src/train.py strategy=ddp devices="$SLURM_NTASKS_PER_NODE" num_nodes="$SLURM_NNODES" "$@"

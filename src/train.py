@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep import cli, config
+from lockstep import cli, config, resume
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run: check, open the data, launch the workers, which fit and test."""
-    checked = config.check(raw)
+    checked = config.check(raw, given=resume.given())
 
     from lockstep.data import open_data
     from lockstep.runs import run_in_workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -9,17 +10,24 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import forks
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
 T = TypeVar("T")
+Process = subprocess.Popen[str] | forks.Fork
+settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
+settings.load_profile("ours")
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests share the cores: a thread that waits for another must not spin
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,19 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return content
 
 
-def wait_for(what: Callable[[], T], process: subprocess.Popen[str], seconds: float = 90) -> T:
+def apart(one: Run, other: Run) -> float:
+    """How far two runs' last weights are apart, as a part of their size; names must be the same."""
+    import torch
+
+    a, b = (
+        torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
+    )
+    assert list(a) == list(b)
+    first, second = (torch.cat([value.double().flatten() for value in state.values()]) for state in (a, b))
+    return float((first - second).norm() / second.norm())
+
+
+def wait_for(what: Callable[[], T], process: Process, seconds: float = 90) -> T:
     """What `what` returns as soon as that is true; fails when the process ends or time runs out before."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
@@ -74,10 +94,11 @@ def wait_for(what: Callable[[], T], process: subprocess.Popen[str], seconds: flo
     return found
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
+def workers_of(process: Process) -> list[int]:
     """The process ids of a program's workers, oldest (rank zero) first; Linux only."""
     listed = of_process(process.pid, f"task/{process.pid}/children").split()
-    return [int(pid) for pid in listed if "train.py" in of_process(int(pid), "cmdline")]
+    own = of_process(process.pid, "cmdline")
+    return [int(pid) for pid in listed if of_process(int(pid), "cmdline") == own]  # `git` is another child
 
 
 def ended(pid: int) -> bool:
@@ -100,14 +121,18 @@ class Program:
     outputs: Path
     script: str = "src/train.py"
     launcher: tuple[str, ...] = ()  # what stands between python and the script, e.g. -m torch.distributed.run
+    fresh: bool = False  # an interpreter of its own, as a user starts it; else a fork of one, see forks.py
 
-    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    def start(self, *overrides: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Process:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
-        command = [sys.executable, *self.launcher, str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
+        command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
+        environment = os.environ | (env or {})
+        if not (self.fresh or self.launcher):
+            return forks.Fork(command, cwd, environment)
         return subprocess.Popen(
-            command,
+            [sys.executable, *self.launcher, *command],
             cwd=cwd,
-            env=os.environ | (env or {}),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -115,7 +140,7 @@ class Program:
             start_new_session=True,
         )
 
-    def finish(self, process: subprocess.Popen[str], timeout: float = 180) -> Run:
+    def finish(self, process: Process, timeout: float = 180) -> Run:
         """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -123,6 +148,7 @@ class Program:
             os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
             pytest.fail(f"still running after {timeout} s: {process.args!r}\n{stdout}\n{stderr}")
+        assert process.returncode is not None
         return Run(process.returncode, stdout, stderr, self.outputs)
 
     def __call__(
@@ -170,12 +196,32 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first: at the end, no worker waits for another's."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests marked `alone` have the machine to themselves: no other worker of pytest-xdist runs one meanwhile."""
+    with open(__file__) as door, open(forks.__file__) as room:  # what all workers can lock, and nobody has to remove
+        fcntl.flock(door, fcntl.LOCK_EX)  # who waits for an empty room keeps others from entering
+        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # also for forks that have it open
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left() -> Iterator[None]:
     """Fails the session if processes that its tests started are still there five seconds after the last test."""
     mark = f"{MARK}={uuid.uuid4().hex}"
     os.environ[MARK] = mark.partition("=")[2]
     yield
+    forks.close()
     deadline = time.monotonic() + 5
     while (left := _started_by_us(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,14 @@ from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits
 from lockstep.data.augment import Augment
 from lockstep.layout import Layout, Refusal, resolve
 
-MODEL = torch.nn.Linear(1, 1)
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+
+MODEL = Model()
 CONF = Path(__file__).resolve().parents[1] / "conf" / "data"
 
 

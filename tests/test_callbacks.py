@@ -96,7 +96,22 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_results_of_the_test_are_a_table(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     trainer_with(tmp_path, Console(bar=False)).test(Plain(), Loader(1), verbose=False)
-    assert said() == ["test     acc  count", "      0.5000    354"]
+    assert said() == ["test (last weights, step 0)     acc  count", " " * 29 + "0.5000    354"]
+
+
+def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    class Forked(Plain):
+        def training_step(self, batch: FakeShare, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log_dict({"train/loss": loss, "train/time_step": 0.5}, on_step=True, on_epoch=True, batch_size=1)
+            return loss
+
+    trainer = trainer_with(tmp_path, Console(bar=False))
+    trainer.fit(Forked(), **loaders())
+    assert {"train/loss_step", "train/loss_epoch"} <= set(trainer.callback_metrics)  # the control
+    (line,) = said()
+    assert (line.count("train/loss"), line.count("train/time_step ")) == (1, 1)
+    assert f"train/loss {float(trainer.callback_metrics['train/loss_epoch']):.4f}" in line
 
 
 # --- dashboard --------------------------------------------------------------------------------------------------------
@@ -161,6 +176,7 @@ def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
     assert {"train/loss", "grad_norm", "samples", "step", "val/acc", "split/compute"} <= set(header.split(","))
     assert len(rows) == 4  # three measurements, one validation
     assert "by_samples" not in header
+    assert "lr: 1" in (tmp_path / "csv" / "hparams.yaml").read_text()
 
 
 def test_the_dashboard_needs_throughput_before_it(tmp_path: Path) -> None:
@@ -193,6 +209,7 @@ trainer.fit(Apart(), **t.loaders())
 """
 
 
+@pytest.mark.alone
 def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

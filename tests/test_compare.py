@@ -144,6 +144,26 @@ def test_seeds_are_one_row(sweep: Path) -> None:
     assert (sweep / "compare" / "speed.png").stat().st_size > 10_000
 
 
+def test_folders_of_images_are_data_sets(tmp_path: Path) -> None:
+    """Where a downloaded set lies says nothing; the folder of one's own images says what was learnt."""
+    for number, (name, folder, acc) in enumerate(
+        [
+            ("image_folder", "cats", 0.9),
+            ("image_folder", "x_rays", 0.5),
+            ("mnist", "here", 0.7),
+            ("mnist", "there", 0.7),
+        ]
+    ):
+        run = tmp_path / str(number)
+        job(run, 1, 0, acc, 90.0)
+        config = json.loads((run / ".hydra" / "config.yaml").read_text())
+        (run / ".hydra" / "config.yaml").write_text(json.dumps(config | {"data": {"name": name}, "data_dir": folder}))
+    assert compare(tmp_path).returncode == 0
+    told = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert sorted((row["test acc"], row["runs"]) for row in told) == [(0.5, 1), (0.7, 2), (0.9, 1)]
+    assert {"cats", "x_rays"} <= {row["data_dir"] for row in told}
+
+
 def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path) -> None:
     job(sweep / "11", 2, 0, 0.9, 300.0, lr=0.2)
     assert compare(sweep, "--to", sweep / "there").returncode == 0
@@ -200,12 +220,13 @@ def test_a_folder_without_runs(tmp_path: Path) -> None:
     assert "no run folder" in done.stderr
 
 
-def test_curves_of_a_run_that_went_on_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["train/loss", "train/loss_step"])  # Lightning's, of one that is logged twice
+def test_curves_of_a_run_that_went_on_later(tmp_path: Path, name: str) -> None:
     """Stopped at step 3, continued an hour later from step 2: its clock stands still, and step 3 counts once."""
     for start, steps in ((1000.0, (1, 2, 3)), (4600.0, (3, 4))):
         writer = SummaryWriter(str(tmp_path / "tensorboard"))
         for number, step in enumerate(steps):
-            writer.add_scalar("train/loss", 10.0 * step + (start > 4000), step, walltime=start + number)
+            writer.add_scalar(name, 10.0 * step + (start > 4000), step, walltime=start + number)
         writer.close()
     curve = read_curves(tmp_path, {"steps": 4, "samples_seen": 126})["train/loss"]
     assert curve.values.tolist() == [10, 20, 31, 41]

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from conftest import Program, Run
+from conftest import Program, Run, apart
+from silent import silent
 from test_config import composed
 from test_loop import Net, fit
 from torch import nn
@@ -121,7 +121,7 @@ def test_a_compilation_may_take_longer_than_a_hang(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("busy", [True, False])
 def test_silence_is_noticed_where_nobody_compiles(tmp_path: Path, busy: bool) -> None:
     context = multiprocessing.get_context("spawn")
-    with heartbeat.watching(str(tmp_path), workers=2, timeout=1, alone=False) as found:
+    with heartbeat.watching(str(tmp_path), workers=2, timeout=2.5, alone=False) as found:
         together = context.Barrier(2)
         workers = [context.Process(target=silent, args=(rank, busy and rank == 0, together)) for rank in range(2)]
         for worker in workers:
@@ -129,18 +129,6 @@ def test_silence_is_noticed_where_nobody_compiles(tmp_path: Path, busy: bool) ->
         for worker in workers:
             worker.join()
     assert bool(found) != busy, "the one that compiles, and the one that waits for it, live"
-
-
-def silent(rank: int, busy: bool, together: Any) -> None:
-    """A worker that takes long over its first step."""
-    together.wait()
-    heartbeat.join(rank)
-    if busy:
-        heartbeat.compiling(True)
-    time.sleep(3)
-    if busy:
-        heartbeat.compiling(False)
-    heartbeat.leave()
 
 
 @compiles
@@ -169,16 +157,6 @@ def test_a_compiled_run_goes_on_uncompiled_and_the_other_way_round(tmp_path: Pat
         run = Program(tmp_path / first)(f"resume={run.folder}", f"compile={then}", "max_steps=6")
         assert run.summary["steps"] == never.summary["steps"] == 6
         assert apart(run, never) < 1e-13
-
-
-def apart(one: Run, other: Run) -> float:
-    """How far two runs' last weights are apart, as a part of their size; names must be the same."""
-    a, b = (
-        torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
-    )
-    assert list(a) == list(b)
-    first, second = (torch.cat([value.double().flatten() for value in state.values()]) for state in (a, b))
-    return float((first - second).norm() / second.norm())
 
 
 def test_kernels_are_not_kept_where_a_run_leaves_nothing() -> None:

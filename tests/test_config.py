@@ -60,7 +60,10 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
-    ("optimizer=lion", "optimizer=lion.*adamw, sgd"),
+    ("optimizer=lion", "optimizer=lion.*adamw, sgd; your module's configure_optimizers .*docs/own.md"),
+    ("logger=wandb", "logger=wandb: known: csv, none, tensorboard; one of your own: docs/own.md"),
+    ("data_dir=/x/mä", "data_dir=/x/mä: .*quoted: \"data_dir='/x/mä'\""),
+    ("data_dir=/x/(y)", "quoted"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),
     ("+batchsize=64", "batchsize: there is no such key.*batch_size"),
     ("++max_step=3", "max_step: there is no such key.*max_steps"),
@@ -134,6 +137,20 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=dp devices=2 +strategy.compression=bf16", "strategy.compression=bf16.*only ddp"),
     ("strategy=ddp devices=2 strategy.sync_batchnorm=true", "strategy.sync_batchnorm=true.*GPUs only"),
     ("model._target_=os.system", "model._target_=os.system.*src/"),
+    ("+debug.trainer.max_steps=3", "debug.trainer.max_steps: give max_steps instead"),
+    ("+debug.trainer.accumulate_grad_batches=2", "give accumulate_grad_batches instead"),
+    ("+debug.trainer.callbacks=[]", "debug.trainer.callbacks: give callbacks instead"),
+    ("+debug.trainer.val_check_interval=0.5", "debug.trainer.val_check_interval: give val_every instead"),
+    ("+debug.trainer.limit_train_batches=3", "debug.trainer.limit_train_batches: give max_steps or val_every instead"),
+    (
+        "+debug.trainer.limit_val_batch=2",
+        "debug.trainer.limit_val_batch: there is no such key; did you mean limit_val",
+    ),
+    ("+debug.trainer.barebones=true", "debug.trainer.barebones: there is no such key"),
+    ("+debug.trainer.benchmark=true exact=true", "debug.trainer.benchmark=true chooses kernels.*exact=true"),
+    ("+debug.trainer=3", "debug.trainer=3: must hold keys of Lightning's Trainer"),
+    ("+debug.one_bacth=true", "debug.one_bacth: there is no such key; did you mean one_batch"),
+    ("+debug.one_batch=maybe", "debug.one_batch=maybe: must be true or false"),
     ("data._target_=builtins.open", "data._target_=builtins.open.*src/"),
 ]
 
@@ -167,6 +184,7 @@ def test_every_number_of_the_front_page_is_checked() -> None:
         "num_nodes=2 rdzv_endpoint=localhost:29500",
         "precision=64-true",
         "experiment=mnist_cnn",
+        "+debug.trainer.limit_val_batches=0 +debug.trainer.benchmark=true",
     ],
 )
 def test_what_fits_is_taken(overrides: str) -> None:
@@ -255,6 +273,7 @@ PROCESSES: list[tuple[str, str, float]] = [
     ("batch_size=100 pieces=6", "96 or 102", FAST),
     ("num_nodes=2 strategy=dp rdzv_endpoint=nowhere.invalid:1", "dp is one process", FAST),
     ("lr=nan", "lr=nan.*greater than 0", FAST),
+    ("logger=null", "logger=null: did you mean none", FAST),
     ("outputs=/dev/null/here", "/dev/null/here.*[Nn]ot a directory", FAST),
     ("--lr=0.1", "--lr=0.1: there is no such flag; an override has no dashes, lr=0.1", FAST),
     ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>", FAST),
@@ -271,10 +290,10 @@ PROCESSES: list[tuple[str, str, float]] = [
 
 @pytest.mark.parametrize(("overrides", "says", "seconds"), PROCESSES, ids=[overrides for overrides, _, _ in PROCESSES])
 def test_a_refused_run_ends_with_2_and_leaves_nothing(
-    run_train: Program, overrides: str, says: str, seconds: float
+    tmp_path: Path, overrides: str, says: str, seconds: float
 ) -> None:
     start = time.monotonic()
-    run = run_train(*overrides.split(), ok=False)
+    run = Program(tmp_path / "outputs", fresh=True)(*overrides.split(), ok=False)
     took = time.monotonic() - start
     assert run.returncode == 2, str(run)
     assert run.stdout == ""
@@ -304,6 +323,17 @@ def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) 
     assert run.returncode == 2, str(run)
     assert re.fullmatch(r"error: \S+nowhere\.ckpt: no such file.*\n", run.stderr), run.stderr
     assert run.folders == []
+
+
+def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path) -> None:
+    from lockstep.evaluation import config_of
+
+    record = {"config": composed("data=mnist", f"data_dir={tmp_path}")}
+    asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt"]), resolve=True)
+    assert isinstance(asked, dict)
+    raw = {str(key): value for key, value in asked.items()}
+    assert config_of(Path("best.ckpt"), record, raw).data_dir == str(tmp_path)
+    assert config_of(Path("best.ckpt"), record, raw | {"data_dir": "/moved"}).data_dir == "/moved"
 
 
 def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:

@@ -88,6 +88,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
     for title, patterns in charts.items():
         for pattern in patterns:
             assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
+    assert all(any(re.search(p, f"train/loss{fork}") for p in charts["loss"]) for fork in ("_step", "_epoch"))
     shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
     assert {"rank_speed/0", "rank_speed/1", "rank_memory/1", "split/all_reduce", "val_class/2"} <= set(shown)
     assert "time/step" not in shown  # the control: not everything matches

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import sys
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,11 +18,15 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from small_data import arrays, layout, module, shares, splits
 from torch.utils.data import Subset, TensorDataset
 
+from lockstep.building import make_data
 from lockstep.callbacks import Heartbeat
+from lockstep.config import check
 from lockstep.data import DataModule, Share, Turn
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import fetch
-from lockstep.data.loaders import own_chunks
+from lockstep.data.loaders import own_chunks, streams
+from lockstep.layout import Layout
+from lockstep.library import compose
 from lockstep.models import MnistCNN
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
@@ -74,6 +80,21 @@ def test_transforms_in_a_users_dataset_draw_anew_each_epoch() -> None:
     assert all(by_id[0][i] != by_id[1][i] for i in range(30))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
+    def seen(process: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
+        data = module(splits(arrays(9), evaluated=Subset(Noisy(), list(range(5, 30)))), on, process, workers=workers)
+        state = torch.get_rng_state()
+        found = [torch.cat([part, i[:, None], noise[:, None]], 1) for part, i, noise in data.val_dataloader()]
+        assert torch.equal(torch.get_rng_state(), state), "what comes after must not depend on it"
+        return found
+
+    whole = torch.cat(seen(0, layout(1, 12), workers))
+    assert torch.equal(whole, torch.cat(seen(0, layout(1, 4))))
+    torch.manual_seed(1)
+    assert torch.equal(whole, torch.cat([part for process in (0, 1) for part in seen(process, layout(2, 12))]))
+
+
 def test_a_plain_dataset_passes_unchanged() -> None:
     x, y = torch.randn(20, 3), torch.arange(20)
     data = module(splits(TensorDataset(x, y), evaluated=TensorDataset(x, y)), layout(batch_size=6))
@@ -81,7 +102,7 @@ def test_a_plain_dataset_passes_unchanged() -> None:
     got_x, got_y = data.finish(turn)
     assert torch.equal(got_x, x[turn.ids])
     assert torch.equal(got_y, y[turn.ids])
-    assert [len(batch[0]) for batch in data.val_dataloader()] == [20]
+    assert [len(batch[0]) for batch in data.val_dataloader()] == [12, 8]
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------
@@ -158,6 +179,35 @@ def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces:
     found = [chunk for process in range(on.processes) for chunk in own_chunks(samples, on, process)]
     assert found == own_chunks(samples, alone, 0)
     assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
+
+
+@pytest.mark.parametrize(
+    ("trains", "batch_size", "pieces", "size"),
+    [
+        (True, 64, 1, 128),
+        (True, 8, 4, 4),
+        (True, 300, 2, 150),
+        (False, 8, 1, 8),
+        (False, 300, 2, 150),
+        (False, 2, 4, 1),
+    ],
+)
+def test_evaluation_takes_no_more_samples_at_once_than_fit(
+    trains: bool, batch_size: int, pieces: int, size: int
+) -> None:
+    on = replace(layout(), batch_size=batch_size, pieces=pieces)
+    data = DataModule(splits(arrays(9), evaluated=arrays(700)), on, seed=0, trains=trains)
+    batches = [len(y) for _, y in data.test_dataloader()]
+    assert sum(batches) == 700
+    assert max(batches) == size
+
+
+def test_the_batch_size_of_an_evaluation_is_the_users() -> None:
+    config = check(dict(compose("data=synthetic", "batch_size=8")))
+    data = splits(arrays(9), evaluated=arrays(700))
+    for checkpoint, size in ((None, 16), ("last.ckpt", 8)):
+        made = make_data(replace(config, checkpoint=checkpoint), data, 0)
+        assert {len(y) for _, y in list(made.test_dataloader())[:-1]} == {size}
 
 
 def test_a_process_without_samples_gets_a_stand_in() -> None:
@@ -237,7 +287,7 @@ def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
     for callbacks in ((), (Heartbeat(),)):
         assert not beats
-        found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(), seed=0))
+        found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))
     assert len(beats) == len(found or []) == 3
 
 
@@ -258,6 +308,38 @@ def test_a_subset_of_the_users_own_transforms_its_samples() -> None:
     assert torch.equal(images, 255 - whole.images[ids + 2])
     assert labels.tolist() == [3, 6]
     assert torch.equal(fetch(Subset(whole, range(2, 8)), ids)[0], whole.images[ids + 2])  # type: ignore[arg-type]
+
+
+class Opened(Noisy):
+    """A transform that is a lambda, and perhaps a file that stays open."""
+
+    def __init__(self, file: Any = None) -> None:
+        self.transform = lambda image: image
+        self.file = file
+        self.sizes = torch.zeros(3), np.zeros(3)
+
+
+class Quick(Noisy):
+    streams = False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are not forked")
+def test_who_gets_loader_processes_unasked() -> None:
+    with open(__file__) as file:
+        for dataset, wanted in (
+            (Noisy(), True),
+            (Subset(Opened(), [1, 2]), True),
+            (Opened(file), False),
+            (Quick(), False),
+            (TensorDataset(torch.zeros(3, 1), torch.zeros(3)), False),
+            ([(torch.zeros(1), 0)] * 3, False),
+            (arrays(3), False),
+        ):
+            assert streams(dataset) is wanted, dataset
+            data = DataModule(splits(dataset, evaluated=dataset), layout(batch_size=2), seed=3)
+            assert [bool(loader().num_workers) for loader in (data.train_dataloader, data.val_dataloader)] == [
+                wanted
+            ] * 2
 
 
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT, summary_of
 
 from lockstep import runs
+from lockstep.callbacks import preemption
 from lockstep.config import check
 from lockstep.library import compose
 from lockstep.workers.environment import environment_kept
@@ -94,6 +96,17 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         runs.run_in_workers(interrupted, check(dict(compose())), SimpleNamespace(train=range(640)), tmp_path)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
+
+
+def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = [signal.SIGUSR1]
+    monkeypatch.setattr(preemption, "asked", asked)
+    monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: asked.append(signal.SIGTERM))
+    epoch_loop = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=True))
+    trainer: Any = SimpleNamespace(world_size=2, global_step=1, fit_loop=SimpleNamespace(epoch_loop=epoch_loop))
+    module: Any = None
+    preemption.Preemption(tmp_path).on_train_batch_end(trainer, module, None, None, 0)
+    assert asked == [signal.SIGTERM]
 
 
 def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:

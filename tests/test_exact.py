@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.exact import ExactSum, alone
+from lockstep.exact import CHUNK, HEAD, ExactSum, alone
+from lockstep.layout import MOST_EXACT
 
-SHAPES = [(3,), (4, 2, 3, 3), (1,), (40_000,)]  # the last one is larger than a chunk
+SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
 Addend = list[Tensor]
 
 
@@ -119,12 +120,38 @@ def test_what_outgrows_the_head_room_or_shrinks_is_summed_all_the_same(factor: f
         assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
 
 
+@pytest.mark.parametrize("which", [0, 3])
+def test_one_element_that_outgrows_its_grid_in_a_last_chunk_takes_nothing_with_it(which: int) -> None:
+    """All chunks before it have been rounded by then."""
+    first, second = addends(6, 1), addends(6, 2)
+    second[which][3][-1] *= 2.0**12
+    alone_ = steps_of([[first], [second]], zeros())[0]
+    shared = steps_of([[first[::2], first[1::2]], [second[which:], second[:which]]], zeros())
+    assert all(same(rank[1], alone_[1]) for rank in shared)
+    true = torch.stack([addend[3].double() for addend in second]).sum(0)
+    assert torch.allclose(alone_[1][3].double(), true, rtol=1e-6, atol=1e-12 * float(true.abs().max()))
+
+
 def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
     step = addends(3, 1)
     found = steps_of([[[zeros()]], [step], *[[[zeros()]]] * 30, [step]], zeros())[0]
     assert same(found[0], zeros())
     assert same(found[2], zeros())
     assert same(found[1], found[-1])
+
+
+@pytest.mark.parametrize("value", [0.99, 1.0 - 2.0**-24, -1.0 + 2.0**-24])
+def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> None:
+    """On the first step's grid, and on the one known from it, of which they use all of the head room."""
+    exact = ExactSum([torch.zeros(3)])
+    for step in range(2):
+        exact.exponents = [-HEAD + 1] if step else [None]
+        exact.begin()
+        for _ in range(MOST_EXACT):
+            exact.add([torch.full((3,), value)])
+        assert bool(exact.rounded[0]) == bool(step)
+        (total,) = exact.total(alone)
+        assert torch.allclose(total, torch.full((3,), MOST_EXACT * value), rtol=1e-6)
 
 
 def test_what_falls_below_its_grid_is_found_again() -> None:

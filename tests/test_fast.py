@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
+from conftest import Program
 
 STEPS = ["data=synthetic", "data.samples=2500", "data.val_fraction=0", "batch_size=1024", "max_steps=8", "threads=1"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
-def test_freed_memory_is_kept_unless_told_otherwise(run_train: Any) -> None:
+def test_freed_memory_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    train = Program(tmp_path, fresh=True)  # a child of this process, as what is counted is of its children
+
     def faults(*overrides: str) -> int:
         """Pages that the kernel had to give to a run's processes."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
-        run_train(*STEPS, "callbacks=none", "logger=none", *overrides)
+        train(*STEPS, "callbacks=none", "logger=none", *overrides)
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before
 
     one_step = faults("max_steps=1")
@@ -24,7 +27,7 @@ def test_freed_memory_is_kept_unless_told_otherwise(run_train: Any) -> None:
     assert kept < given_back / 4, (one_step, kept, given_back)
 
 
-def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Any) -> None:
+def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> None:
     chosen = run_train(*STEPS, "max_steps=1")
     assert "| channels_last, 1 thread |" in chosen.stdout + chosen.stderr
     plain = run_train(*STEPS, "max_steps=1", "memory_format=contiguous", "threads=2")

@@ -13,12 +13,46 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
-from lockstep import heartbeat
+from lockstep import heartbeat, logs
 from lockstep.launch import WorkerFailed, launch
-from lockstep.layout import resolve
+from lockstep.layout import Refusal, resolve
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
+
+
+def fails_in_a_loader(where: str) -> None:
+    logs.configure(Path(where), 0)
+    list(DataLoader(Torn(), num_workers=1))
+
+
+class Torn(Dataset[int]):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or OSError("cannot identify\nx.jpg")
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+def refused_in_a_loader() -> None:
+    list(DataLoader(Torn(Refusal("x.jpg can't be decoded")), num_workers=1))
+
+
+def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
+    """The message of a loader process's own failure is torch's, over its traceback."""
+    with pytest.raises(WorkerFailed) as failed:
+        launch(fails_in_a_loader, str(tmp_path), layout=ALONE)
+    at, last = os.path.relpath(__file__), Torn.__getitem__.__code__.co_firstlineno + 1
+    assert str(failed.value) == (
+        f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in train.log)"
+    )
+    assert f"line {last}, in __getitem__" in (tmp_path / "train.log").read_text()
+    with pytest.raises(Refusal, match=r"^x\.jpg can't be decoded$"):
+        launch(refused_in_a_loader, layout=ALONE)
 
 
 def killed_when_done(seconds: float) -> str:
@@ -44,6 +78,14 @@ def _killed_when_done() -> None:
         with pytest.raises(WorkerFailed, match="killed"):
             launch(killed_when_done, milliseconds / 1000, layout=ALONE)
         assert time.monotonic() - began < 30
+
+
+def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
+    with pytest.raises(Refusal, match=r"2 workers exist, .*needs 4: .*devices x num_nodes = 2$"):
+        launch(print, layout=four)
 
 
 def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
@@ -127,6 +128,7 @@ def fit(
     exact: bool = False,
     policy: str = "stop",
     later: bool | None = None,
+    record: bool = True,
     **options: Any,
 ) -> Any:
     layout = resolve(
@@ -139,7 +141,7 @@ def fit(
         accelerator="cpu",
         strategy=make_strategy(layout, {}),
         devices=1,
-        callbacks=[recorder],
+        callbacks=[recorder] if record else [],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -214,6 +216,33 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
     assert validated(ours=True) == expected
     every = options["val_check_interval"]
     assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
+
+
+class Looks(Net):
+    """Sees whether the last step's gradients are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.there.append(any(parameter.grad is not None for parameter in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+class Zeroes(Looks):
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        super().optimizer_zero_grad(*args)
+
+
+def test_gradients_go_before_the_forward_pass_where_nobody_hears_of_it(tmp_path: Path) -> None:
+    unheard, heard, own = Looks(), Looks(), Zeroes()
+    fit(tmp_path, unheard, True, record=False)
+    fit(tmp_path, heard, True)
+    fit(tmp_path, own, True, record=False)
+    assert unheard.there == [False] * 6
+    assert heard.there == own.there == [False, True, True] * 2  # as in Lightning's loop; validation takes them too
+    assert torch.equal(weights(unheard), weights(heard))
 
 
 class ByEpoch(Net):
@@ -318,11 +347,12 @@ def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:
 
 
 class Broken(Net):
-    """Its loss is not finite for one sample."""
+    """Its loss is not finite in one step, nor is what its layers have seen."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if self.trainer.global_step == 1 else loss
+        if self.trainer.global_step == 1:
+            batch = (batch[0] * float("nan"), batch[1])
+        return super().training_step(batch, batch_idx)
 
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
@@ -357,6 +387,47 @@ def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:
     trainer, _ = fit(tmp_path, module, ours=True, max_steps=2, policy="skip")
     assert trainer.global_step == 2
     assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_nor_does_it_stay_in_running_statistics(tmp_path: Path, pieces: int) -> None:
+    module = Broken(norm=True)
+    fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
+    once = Broken(norm=True)
+    fit(tmp_path, once, ours=True, pieces=pieces, max_steps=1)
+    assert len(list(module.buffers())) > 0
+    for (name, buffer), other in zip(module.named_buffers(), once.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+class Overflows(Net):
+    """Its gradient is not finite, at any scale, though its loss is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + (next(self.parameters()).flatten()[0] * 0).abs().sqrt()
+
+
+def scaled(start: float = 2.0**16) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=start))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loss_scaler_does_not_hide_what_is_not_finite(tmp_path: Path, later: bool) -> None:
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*; loss of the samples \d+, .*=skip"):
+        fit(tmp_path, Broken(), ours=True, pieces=2, later=later, plugins=[scaled()])
+    with pytest.raises(NonFinite, match=r"step 1\d: .* every loss was finite, at a loss scale of 3e-05 too; precision"):
+        fit(tmp_path, Overflows(), ours=True, later=later, max_epochs=20, plugins=[scaled(2.0**-2)])
+
+
+def test_a_loss_scaler_finds_its_scale_and_skips(tmp_path: Path) -> None:
+    module, broken = Net(), Broken()
+    plugin = scaled(2.0**60)
+    fit(tmp_path, module, ours=True, max_epochs=30, plugins=[plugin])
+    assert plugin.scaler is not None
+    assert 1 < plugin.scaler.get_scale() < 2.0**60
+    assert not torch.equal(weights(module), weights(Net()))
+    fit(tmp_path, broken, ours=True, policy="skip", plugins=[scaled()])
+    assert bool(weights(broken).isfinite().all())
 
 
 class Still(Net):

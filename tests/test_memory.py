@@ -265,9 +265,16 @@ def test_one_rank_without_memory_and_all_repeat_the_step(free: Run, project: Pat
     assert distance(last(run), last(free)) < 1e-10
     refused = train(*TASK, "model=late", "memory_budget=5", cwd=project, ok=False)
     assert refused.returncode == 2
-    assert re.search(
-        r"^error: step 4: out of memory: .* pieces=4 \(accumulate_grad_batches=2\) would", refused.stderr, re.M
-    )
+    assert re.search(r"^error: step 4: out of memory: .* in 2 pieces; give more, or accumul", refused.stderr, re.M)
+    kept = train(*TASK, "model=late", "memory_budget=5", "exact=true", cwd=project, ok=False)
+    assert re.search(r"^error: step 4: .* pieces=4 \(accumulate_grad_batches=2\) would fit, exact", kept.stderr, re.M)
+
+
+def test_a_backward_pass_without_memory_is_refused_in_words_under_ddp(tmp_path: Path) -> None:
+    task = ("data=synthetic", "data.samples=712", "batch_size=64", "logger=none", "threads=1", "max_epochs=1")
+    run = Program(tmp_path)(*task, "accelerator=cpu", "strategy=ddp", "devices=2", "memory_budget=5", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search(r"^error: step 1: out of memory: memory_budget=5 MiB .* in 2 pieces; give more", run.stderr, re.M)
 
 
 # --- the key ---

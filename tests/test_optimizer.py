@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Program, Run, apart
 from small_models import mnist_cnn, resnet18
 from torch import nn
 
@@ -89,3 +91,36 @@ def test_schedule_resumes_from_plain_state(scheduler: dict[str, Any]) -> None:
     resumed["optimizer"].load_state_dict(optimizer)
     resumed["lr_scheduler"]["scheduler"].load_state_dict(schedule)
     assert first + run(resumed, 5) == whole
+
+
+FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")
+TASK = (
+    "data=synthetic",
+    "data.samples=190",
+    "batch_size=170",
+    "precision=64-true",
+    "callbacks.checkpoint.monitor=null",
+)
+
+
+def test_a_fused_optimizer_makes_the_same_steps_where_a_rank_has_no_sample(tmp_path: Path) -> None:
+    """The last step has one; torch's fused kernel takes a gradient's memory for that of its parameter."""
+    layout = ("strategy=ddp", "devices=2", "max_epochs=2")
+    plain, fused = (Program(tmp_path / choice[-4:])(*TASK, *layout, choice) for choice in FUSED)
+    assert apart(plain, fused) < 1e-12
+    assert apart(plain, Program(tmp_path / "other")(*TASK, *layout, "seed=1")) > 1e-3
+
+
+@pytest.mark.parametrize("strategy", ["auto", "dp"])
+def test_a_fused_optimizer_goes_on_in_another_memory_format(tmp_path: Path, strategy: str) -> None:
+    def train(choice: str) -> Run:
+        first = Program(tmp_path / choice[-4:])(
+            *TASK, f"strategy={strategy}", choice, "memory_format=contiguous", "max_steps=3"
+        )
+        return Program(tmp_path / choice[-4:])(
+            f"resume={first.folder}", choice, "memory_format=channels_last", "max_steps=6"
+        )
+
+    plain, fused = map(train, FUSED)
+    assert plain.summary["steps"] == fused.summary["steps"] == 6
+    assert apart(plain, fused) < 1e-12

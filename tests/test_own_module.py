@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, Program, Run, summary_of
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lockstep import targets
+from lockstep.building import make_loggers, make_module
+from lockstep.config import check
 from lockstep.data import Splits, open_data
+from lockstep.layout import Refusal
+from lockstep.library import compose
+from lockstep.models import ImageClassifier
 from lockstep.plan import Plan
+from lockstep.targets import build
 
 MODULE = """
 import lightning.pytorch as pl
@@ -145,6 +158,7 @@ def test_dp_refuses_a_module_that_goes_past_forward(project: Path, tmp_path: Pat
     assert "training_step must call self(x)" in run.stderr
 
 
+@pytest.mark.alone
 def test_measured_shares_balance_a_slow_rank_and_keep_the_bits(project: Path, tmp_path: Path) -> None:
     package = project / "src" / "uneven"
     package.mkdir()
@@ -195,8 +209,17 @@ def train_loss(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
 
 
-VARIANTS = """
+VARIANTS = (
+    f"""
 
+
+class Cut(LitDigits):
+    def training_step(self, batch, batch_idx):{CUT}
+        return super().training_step(batch, batch_idx)
+
+
+"""
+    + """
 
 class Synced(LitDigits):
     def training_step(self, batch, batch_idx):
@@ -204,6 +227,26 @@ class Synced(LitDigits):
         loss = F.cross_entropy(self(x), y)
         self.log("train/loss", loss, sync_dist=True)
         return loss
+
+
+class Means(LitDigits):  # logged as in Lightning's tutorials
+    def __init__(self):
+        super().__init__()
+        self.train_accuracy = MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.train_accuracy(logits, batch[1])
+        self.log("train/acc", self.train_accuracy, on_step=False, on_epoch=True)
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("train/number", float(batch_idx), on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("train/end", outputs["loss"], on_step=False, on_epoch=True, sync_dist=True)
 
 
 class Unfrozen(LitDigits):
@@ -220,6 +263,17 @@ class Spare(LitDigits):
     def __init__(self, hidden: int = 16, lr: float = 0.1):
         super().__init__(hidden, lr)
         self.spare = nn.Linear(3, 3)
+
+
+class Sometimes(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.head = nn.Linear(3, 3)
+        self.turns = 0
+
+    def forward(self, x):
+        self.turns += self.training
+        return self.head(self.net(x)) if self.turns % 2 else self.net(x)
 
 
 class Counts(LitDigits):
@@ -246,6 +300,124 @@ class Plateau(LitDigits):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "train_loss"}}
 
 
+class StepPlateau(Cut):
+    def __init__(self, monitor, every, lr: float = 0.1):
+        super().__init__(lr=lr)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.999)
+        follows = {"monitor": self.hparams.monitor, "interval": "step", "frequency": self.hparams.every}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **follows}}
+
+
+class Untrained(LitDigits):
+    def configure_optimizers(self):
+        return None
+
+
+class Gathers(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.all_gather(logits.detach())
+        return F.cross_entropy(logits, y)
+
+
+class Buffers(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("sizes", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(()))
+        self.norm = nn.BatchNorm1d(3, momentum=None)
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x)
+            self.sizes = torch.cat([self.sizes, torch.tensor([len(x)])])
+        return self.norm(self.net(x)) * self.constant
+
+
+class Sleeps(LitDigits):
+    def training_step(self, batch, batch_idx):
+        time.sleep(60 * (batch_idx > 0))
+        return super().training_step(batch, batch_idx)
+
+
+class Penalty(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+class Mixes(LitDigits):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        x, y = batch
+        weight, y = torch.rand(()), F.one_hot(y, 3).to(x.dtype)
+        order = torch.randperm(len(x))
+        return x.lerp(x[order], weight.to(x.dtype)), y.lerp(y[order], weight.to(x.dtype))
+
+
+class Blinds(LitDigits):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return (x if self.trainer.training else torch.zeros_like(x)), y
+
+
+class Moves(LitDigits):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class Groups(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1, whole: bool = False):
+        super().__init__(hidden, lr)
+
+    def configure_optimizers(self):
+        parts = [[*self.net[1].parameters()], [*self.net[3].parameters()]]
+        if self.hparams.whole:
+            parts = [[*self.parameters()]]
+        return torch.optim.SGD([{"params": part} for part in parts], lr=self.hparams.lr)
+
+
+class Views(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(x + 0.1), y)
+
+
+class Lazy(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        del self.net
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            self.net = nn.Sequential(nn.Flatten(), nn.Linear(12 * 12, self.hparams.hidden), nn.ReLU(), nn.Linear(16, 3))
+
+
+class OwnData(LitDigits):
+    def train_dataloader(self):
+        return []
+
+
+class OwnSwa(LitDigits):
+    def configure_callbacks(self):
+        return Swa()
+
+
+class Head(LitDigits):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[3].parameters(), lr=self.hparams.lr)
+
+
+class Stopping(pl.callbacks.EarlyStopping):
+    def __init__(self):
+        super().__init__("train_loss", min_delta=10.0, patience=1)
+
+
 class Swa(pl.callbacks.StochasticWeightAveraging):
     def __init__(self):
         super().__init__(swa_lrs=0.05)
@@ -253,15 +425,16 @@ class Swa(pl.callbacks.StochasticWeightAveraging):
 
 class SlowTest(LitDigits):
     def test_step(self, batch, batch_idx):
-        time.sleep(0.4)
+        time.sleep(1)
         super().test_step(batch, batch_idx)
 """
+)
 
 
 @pytest.fixture(scope="module")
 def variants(project: Path) -> Path:
     """The project with more modules of the user's own; `model=variant model._target_=variants.<one of them>`."""
-    (project / "src" / "variants.py").write_text("import time\n" + MODULE + VARIANTS)
+    (project / "src" / "variants.py").write_text("import os\nimport time\n" + MODULE + VARIANTS)
     (project / "conf" / "model" / "variant.yaml").write_text("name: variant\n_target_: variants.LitDigits\n")
     return project
 
@@ -280,6 +453,31 @@ def test_ranks_with_unequal_turns_log_together(variants: Path, tmp_path: Path) -
     files = [r.folder / "csv" / "metrics.csv" for r in (run, plain)]
     logged = [float(next(csv.DictReader(file.read_text().splitlines()))["train/loss"]) for file in files]
     assert abs(logged[0] - logged[1]) > 1e-4  # the mean of two ranks' last pieces, not that of one
+
+
+def test_an_epoch_that_goes_on_where_a_rank_has_no_sample_left(variants: Path, tmp_path: Path) -> None:
+    """It has logged nothing by the epoch's end, and yet must join what Lightning starts there for the others' means."""
+    short = ("batch_size=20", "pieces=2", "max_epochs=1", "hang_timeout=20")  # 81 samples: 4 x 20 + 1
+    run = variant(variants, tmp_path / "shared", "Means", *short, "strategy=ddp", "devices=2", "max_steps=4")
+    copy = shutil.copytree(run.folder, tmp_path / "copy" / "run")
+    shared = go_on(variants, run.folder, "max_steps=null")
+    alone = go_on(variants, copy, "max_steps=null", "strategy=auto", "devices=1")
+    assert shared["steps"] == alone["steps"] == 5
+    assert shared["metrics"]["train/acc"] == alone["metrics"]["train/acc"]
+    for name in ("train/loss", "train/number", "train/end"):
+        assert shared["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-12), name
+
+
+def test_hooks_of_a_step_log_means_over_its_samples(variants: Path, tmp_path: Path) -> None:
+    layouts = (), ("strategy=ddp", "devices=2"), ("strategy=ddp", "devices=4", "callbacks.throughput=null")
+    found = [
+        variant(variants, tmp_path / str(n), "Means", *layout).summary["metrics"] for n, layout in enumerate(layouts)
+    ]
+    for name in ("train/number", "train/end"):
+        for other in found[1:]:
+            assert other[name] == pytest.approx(found[0][name], rel=1e-6), name
+    assert found[0]["train/end"] == pytest.approx(found[0]["train/loss"], rel=1e-6)
+    assert found[0]["train/number"] == pytest.approx((0 * 24 + 1 * 24 + 2 * 24 + 3 * 9) / 81, rel=1e-6)
 
 
 @pytest.mark.parametrize("exact", ["false", "true"])
@@ -302,6 +500,15 @@ def test_a_parameter_that_no_gradient_reaches_is_named(variants: Path, tmp_path:
     assert "no gradient has reached spare.weight, spare.bias" in run.stderr
 
 
+def test_one_that_it_reaches_in_earlier_turns_only_is_named_too(variants: Path, tmp_path: Path) -> None:
+    task = ("pieces=4", "max_steps=3", "strategy=ddp", "devices=2")
+    run = variant(variants, tmp_path / "some", "Sometimes", *task, ok=False)
+    assert run.returncode == 2, str(run)
+    assert "no gradient has reached head.weight, head.bias in a step's last piece" in run.stderr
+    variant(variants, tmp_path / "exact", "Sometimes", *task, "exact=true")  # where nobody waits
+    variant(variants, tmp_path / "always", "LitDigits", *task)
+
+
 def test_more_ranks_than_validation_samples(variants: Path, tmp_path: Path) -> None:
     """No rank waits for one that has no sample, and what is counted in training meanwhile stays."""
     few = ("data.val_fraction=0.03", "strategy=ddp", "devices=4", "pieces=8", "val_every=3", "hang_timeout=20")
@@ -320,10 +527,195 @@ def test_a_schedule_that_follows_a_metric_goes_on_where_it_was(variants: Path, t
     assert run.summary["weights_sha256"] == through.summary["weights_sha256"] != halfway
 
 
+@pytest.mark.parametrize(("monitor", "every"), [("train_loss", 1), ("val/acc", 2)])
+def test_a_schedule_that_follows_a_metric_at_each_step_does_too(
+    variants: Path, tmp_path: Path, monitor: str, every: int
+) -> None:
+    val_every = "null" if every == 1 else every
+    task: tuple[str, ...] = (
+        f"+model.monitor={monitor}",
+        f"val_every={val_every}",
+        "checkpoint_every=4",
+        "data.samples=300",
+        "pieces=1",
+    )
+    task += ("callbacks.checkpoint.monitor=null", "max_epochs=1")
+    through = variant(variants, tmp_path / "through", "StepPlateau", *task, f"+model.every={every}")
+    fixed = variant(variants, tmp_path / "fixed", "StepPlateau", *task, "+model.every=1000")
+    train = Program(tmp_path / "cut", str(variants / "src" / "train.py"))
+    named = ("model=variant", "model._target_=variants.StepPlateau")
+    killed = {"CUT": str(int(signal.SIGKILL))}
+    cut = train(*TASK, *named, *task, f"+model.every={every}", cwd=variants, env=killed, ok=False)
+    assert cut.returncode == 1, str(cut)
+    run = train(f"resume={cut.folder}", cwd=variants)
+    assert "resumes after step 4" in run.stderr
+    assert run.summary["weights_sha256"] == through.summary["weights_sha256"] != fixed.summary["weights_sha256"]
+
+
+def test_a_module_without_an_optimizer_is_refused(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path, "Untrained", ok=False)
+    assert run.returncode == 2, str(run)
+    assert "configure_optimizers returned no optimizers: a step has one" in run.stderr
+    assert run.folders == []
+
+
+def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("configure", "says"),
+    [
+        (lambda module: [], "no optimizers"),
+        (lambda module: [sgd(module), sgd(module)], "2 optimizers"),
+        (lambda module: ([sgd(module), sgd(module)], []), "2 optimizers"),
+        (lambda module: ({"optimizer": sgd(module)}, {"optimizer": sgd(module)}), "2 optimizers"),
+        (sgd, None),
+        (lambda module: [sgd(module)], None),
+        (lambda module: {"optimizer": sgd(module)}, None),
+        (lambda module: ([one := sgd(module)], [constant(one)]), None),
+    ],
+)
+def test_a_step_has_one_optimizer(monkeypatch: pytest.MonkeyPatch, configure: Any, says: str | None) -> None:
+    monkeypatch.setattr(ImageClassifier, "configure_optimizers", configure)
+    config = check(dict(compose("data=synthetic")))
+    module = make_module(config, open_data(config.data, config.data_dir))
+    if says is None:
+        assert module.configure_optimizers()
+        return
+    with pytest.raises(Refusal, match=f"configure_optimizers returned {says}: a step has one"):
+        module.configure_optimizers()
+
+
+def test_gathering_inside_a_step_is_refused(variants: Path, tmp_path: Path) -> None:
+    """One rank has two turns, the other one: they would wait for each other."""
+    run = variant(variants, tmp_path, "Gathers", "strategy=ddp", "devices=2", "pieces=3", "hang_timeout=20", ok=False)
+    assert run.returncode == 2, str(run)
+    assert "training_step can't gather from other ranks" in run.stderr
+    assert variant(variants, tmp_path / "one", "Gathers", "pieces=3", "max_steps=1").returncode == 0
+
+
+def test_buffers_survive_a_step_on_scattered_devices(variants: Path, tmp_path: Path) -> None:
+    """As on one device: whether they are changed in place or replaced."""
+    task = ("max_epochs=1", "pieces=4")
+    states = []
+    for strategy, devices in (("auto", 1), ("dp", 2)):
+        run = variant(variants, tmp_path / strategy, "Buffers", f"strategy={strategy}", f"devices={devices}", *task)
+        states.append(torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"])
+    one, dp = states
+    assert one["seen"] == dp["seen"] == 81
+    assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
+    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 16
+    assert one["norm.running_mean"].abs().max() > 1e-3
+    assert dp["norm.running_mean"].abs().max() > 1e-3
+
+
+def test_the_cursor_is_back_after_a_second_ctrl_c(variants: Path, tmp_path: Path) -> None:
+    terminal, inside = os.openpty()
+    task = [override for override in TASK if not override.startswith("callbacks.console")]
+    command = [sys.executable, "src/train.py", *task, "model=variant", "model._target_=variants.Sleeps"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150"}
+    process = subprocess.Popen([*command, f"outputs={tmp_path}"], cwd=variants, stderr=inside, env=environment)
+    os.close(inside)
+    shown = b""
+    pressed = 0
+    with suppress(OSError):  # how Linux says that the other end is closed
+        while block := os.read(terminal, 65536):
+            shown += block
+            if (b"\x1b[?25l", b"saving and ending", b"never")[pressed] in shown:
+                pressed += 1
+                process.send_signal(signal.SIGINT)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 130, shown.decode()
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+
+
+def test_a_loss_that_goes_past_forward_is_trained_on_or_refused(variants: Path, tmp_path: Path) -> None:
+    """Under dp and exact it would be without its gradient."""
+    on = ("strategy=dp", "devices=2")
+    runs = [variant(variants, tmp_path / name, name, *on, "max_epochs=1") for name in ("Penalty", "LitDigits")]
+    alone = variant(variants, tmp_path / "alone", "Penalty", "max_epochs=1")
+    assert float((weights(runs[0].folder) - weights(alone.folder)).norm()) < 1e-10
+    assert float((weights(runs[1].folder) - weights(alone.folder)).norm()) > 1e-3
+    refused = variant(variants, tmp_path / "exact", "Penalty", *on, "exact=true", ok=False)
+    assert refused.returncode == 2, str(refused)
+    assert "training_step uses net.1.weight, net.1.bias, net.3.weight, ... outside of forward()" in refused.stderr
+
+
+def test_what_a_module_does_to_batches_is_the_same_on_every_layout(variants: Path, tmp_path: Path) -> None:
+    layouts = {"one": ("devices=1",), "ddp": ("strategy=ddp", "devices=3"), "dp": ("strategy=dp", "devices=2")}
+    task = ("exact=true", "max_epochs=1")
+    runs = [variant(variants, tmp_path / name, "Mixes", *task, *on) for name, on in layouts.items()]
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+    plain = variant(variants, tmp_path / "plain", "LitDigits", *task)
+    assert plain.summary["weights_sha256"] != runs[0].summary["weights_sha256"]
+    assert plain.summary["metrics"]["test/loss"] != runs[0].summary["metrics"]["test/loss"]
+    blind = variant(variants, tmp_path / "blind", "Blinds", *task)
+    assert plain.summary["weights_sha256"] == blind.summary["weights_sha256"]
+    assert plain.summary["metrics"]["test/loss"] != blind.summary["metrics"]["test/loss"]
+    refused = variant(variants, tmp_path / "moves", "Moves", ok=False)
+    assert refused.returncode == 2, str(refused)
+    assert "its transfer_batch_to_device would see a whole step instead of a batch" in refused.stderr
+
+
 def test_a_callback_that_would_accumulate_by_itself_is_refused(variants: Path, tmp_path: Path) -> None:
     run = variant(variants, tmp_path, "LitDigits", "+callbacks.swa._target_=variants.Swa", ok=False)
     assert run.returncode == 2
     assert "callbacks.swa: Swa changes how many batches make a step" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("OwnSwa", (), "variants.OwnSwa: Swa changes how many batches make a step"),
+        ("OwnData", (), "variants.OwnData: its train_dataloader would not be asked"),
+        ("Views", ("strategy=dp", "devices=2"), "training_step calls forward() more than once"),
+    ],
+)
+def test_what_would_be_ignored_or_wrong_is_refused(
+    variants: Path, tmp_path: Path, name: str, options: tuple[str, ...], says: str
+) -> None:
+    run = variant(variants, tmp_path, name, *options, ok=False)
+    assert run.returncode == 2, str(run)
+    assert says in run.stderr
+
+
+def go_on(variants: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of a run that goes on in its folder."""
+    train = Program(folder.parent, str(variants / "src" / "train.py"))
+    train(f"resume={folder}", *overrides, cwd=variants, timeout=60)
+    return summary_of(folder)
+
+
+def test_a_run_that_a_callback_ended_has_ended(variants: Path, tmp_path: Path) -> None:
+    stopping = ("+callbacks.stopping._target_=variants.Stopping", "max_epochs=9")
+    run = variant(variants, tmp_path, "LitDigits", *stopping)
+    assert run.summary["steps"] == 8, "of two epochs, since nothing is better than the first by 10"
+    again = go_on(variants, run.folder)
+    assert (again["steps"], again["weights_sha256"]) == (8, run.summary["weights_sha256"])
+    assert go_on(variants, run.folder, "max_epochs=10")["steps"] == 12  # asked for, until the next check
+
+
+def test_what_was_unfrozen_stays_so_when_a_run_goes_on(variants: Path, tmp_path: Path) -> None:
+    whole = variant(variants, tmp_path / "whole", "Unfrozen", "max_epochs=3").summary
+    cut = variant(variants, tmp_path / "cut", "Unfrozen", "max_epochs=3", "max_steps=8").folder
+    assert go_on(variants, cut, "max_steps=null")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_network_made_late_goes_on_too(variants: Path, tmp_path: Path) -> None:
+    whole = variant(variants, tmp_path / "whole", "Lazy").summary
+    cut = variant(variants, tmp_path / "cut", "Lazy", "max_steps=3").folder
+    assert go_on(variants, cut, "max_steps=null")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_an_optimizer_of_a_part_of_the_network(variants: Path, tmp_path: Path) -> None:
+    layouts = (), ("strategy=dp", "devices=2"), ("strategy=ddp", "devices=2")
+    runs = [variant(variants, tmp_path / str(n), "Head", "exact=true", *on).summary for n, on in enumerate(layouts)]
+    assert len({run["weights_sha256"] for run in runs}) == 1
 
 
 def test_csv_keeps_its_rows_when_a_run_goes_on(variants: Path, tmp_path: Path) -> None:
@@ -336,8 +728,82 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(variants: Path, tmp_path: Path) -
     assert after[: len(before)] == before
 
 
+def test_csv_keeps_its_rows_when_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = check(dict(compose("logger=csv")))
+    (first,) = make_loggers(config, tmp_path, 0)
+    for step in (1, 2, 3):
+        first.log_metrics({"loss": float(step)}, step)
+    first.save()
+
+    def killed(writer: ExperimentWriter) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExperimentWriter, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_loggers(config, tmp_path, 2)
+    for _ in range(2):
+        make_loggers(config, tmp_path, 2)
+        rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").read_text().splitlines()))
+        assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.0"), ("2", "2.0")]
+
+
 def test_an_evaluation_that_takes_long_is_not_silent(variants: Path, tmp_path: Path) -> None:
-    run = variant(variants, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=1500")  # 300 to be tested
+    run = variant(variants, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=600")  # 120 to be tested
     evaluate = Program(tmp_path / "evaluated", str(variants / "src" / "evaluate.py"))
-    found = evaluate(f"checkpoint={run.folder}", "batch_size=16", "+hang_timeout=1.2", "accelerator=cpu", cwd=variants)
+    found = evaluate(f"checkpoint={run.folder}", "batch_size=24", "+hang_timeout=3", "accelerator=cpu", cwd=variants)
     assert found.summary["metrics"]["test/acc"] == run.summary["metrics"]["test/acc"]
+
+
+@pytest.mark.parametrize(
+    ("program", "target", "error", "wrong"),
+    [
+        ("import nowhere.at_all", "own.Net", Refusal, "own.Net: own imports nowhere, which is not installed"),
+        ("import torch; torch.nowhere", "own.Net", AttributeError, "'torch' has no attribute 'nowhere'"),
+        ("", "own.Net", Refusal, "own.Net: own has no Net"),
+        ("", "own.nets.Net", Refusal, "own.nets.Net: there is no module own.nets"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], wrong: str
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "own.py").write_text(program)
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises(error, match=wrong):
+        build("model", {"_target_": target})
+
+
+@pytest.mark.parametrize("ignored", ["optimizer=adamw", "optimizer.weight_decay=0.3", "scheduler=cosine"])
+def test_what_a_module_does_not_take_is_not_ignored(variants: Path, tmp_path: Path, ignored: str) -> None:
+    run = variant(variants, tmp_path, "LitDigits", ignored, ok=False)
+    assert run.returncode == 2, str(run)
+    key = ignored.partition("=")[0]
+    assert f"{key}: variants.LitDigits takes no {key.partition('.')[0]}, so this would change nothing" in run.stderr
+    assert run.folders == []
+
+
+def test_a_learning_rate_that_stays_the_checkpoints_is_not_changed(variants: Path, tmp_path: Path) -> None:
+    cut = variant(variants, tmp_path, "LitDigits", "max_epochs=1", "lr=0.1")
+    train = Program(tmp_path, str(variants / "src" / "train.py"))
+    run = train(f"resume={cut.folder}", "max_epochs=2", "lr=0.2", cwd=variants, ok=False)
+    assert run.returncode == 2, str(run)
+    assert "lr: 0.1 -> 0.2: a run that goes on takes the optimizer that LitDigits makes itself" in run.stderr
+    assert train(f"resume={cut.folder}", "max_epochs=2", cwd=variants).summary["epochs"] == 2
+
+
+def test_a_resume_that_fails_before_its_first_step_leaves_the_run_as_it_was(variants: Path, tmp_path: Path) -> None:
+    folder = variant(variants, tmp_path, "Groups", "max_epochs=1").folder
+    kept = [folder / "summary.json", folder / ".hydra" / "overrides.yaml", folder / ".hydra" / "config.yaml"]
+    before = [path.read_bytes() for path in kept]
+    for wrong, says in (
+        ("model._target_=mine.LitDigits", "was made by"),
+        ("+model.whole=true", "can't go on from it: ValueError: loaded state dict"),
+    ):
+        train = Program(tmp_path, str(variants / "src" / "train.py"))
+        run = train(f"resume={folder}", wrong, "max_epochs=2", cwd=variants, ok=False)
+        assert run.returncode == 2, str(run)
+        assert says in run.stderr, str(run)
+        assert [path.read_bytes() for path in kept] == before

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, summary_of
+from conftest import ROOT, Program, summary_of
 from sklearn.metrics import f1_score
 
 from lockstep.data import open_data
@@ -32,16 +29,13 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for part in ("src", "conf"):
         shutil.copytree(ROOT / part, project / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     blocks = BLOCK.findall(page)
-    assert len(blocks) == page.count("```") // 2 == 10  # none is left out
+    assert len(blocks) == page.count("```") // 2 == 12  # none is left out
     for name, text in blocks:
         with (project / name).open("a") as file:
             file.write(text + "\n\n")
     for command in COMMAND.findall(page):
-        words = [sys.executable, *shlex.split(command)[1:]]
-        run = subprocess.run(
-            words, cwd=project, env=os.environ, capture_output=True, text=True, timeout=180, check=False
-        )
-        assert run.returncode == 0, f"{command}\n{run.stderr}"
+        _, script, *overrides = shlex.split(command)
+        Program(project / "outputs", str(project / script))(*overrides, cwd=project)
     return sorted((project / "outputs").glob("*/*"), key=lambda folder: folder.name)
 
 
@@ -52,14 +46,21 @@ def test_the_model_trains_on_two_devices(followed: list[Path]) -> None:
     assert summary["metrics"]["test/acc"] > 0.8
 
 
+def test_an_own_loss_and_optimizer_are_used(followed: list[Path]) -> None:
+    assert summary_of(followed[1])["metrics"]["test/acc"] > 0.8
+    state = torch.load(followed[1] / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
+    assert [group["lr"] for group in state["param_groups"]] == [0.001, 0.002]
+    assert "square_avg" in state["state"][0]  # RMSprop's
+
+
 def test_the_data_is_learnt(followed: list[Path]) -> None:
-    summary = summary_of(followed[1])
+    summary = summary_of(followed[2])
     assert (summary["data"], summary["metrics"]["test/acc"]) == ("stripes", 1.0)
 
 
 def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
-    folder = followed[2]
+    folder = followed[3]
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     splits = open_data({"_target_": "lockstep.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
@@ -73,15 +74,15 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
 
 
 def test_a_callback_ends_the_run(followed: list[Path]) -> None:
-    summary = summary_of(followed[3])
+    summary = summary_of(followed[4])
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
-    best = torch.load(followed[3] / "checkpoints" / "best.ckpt", weights_only=True)
+    best = torch.load(followed[4] / "checkpoints" / "best.ckpt", weights_only=True)
     assert best["epoch"] + 1 == summary["epochs"] - 2  # its patience
     assert summary["metrics"]["test/acc"] > 0.8
 
 
 def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
-    with (followed[4] / "table" / "metrics.csv").open() as file:
+    with (followed[5] / "table" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
-    assert not (followed[4] / "tensorboard").exists()
+    assert not (followed[5] / "tensorboard").exists()

@@ -168,7 +168,8 @@ def test_a_trial_that_runs_is_not_taken_for_dead(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(run_train: Program, tmp_path: Path) -> None:
     (tmp_path / "optuna").mkdir()
     (tmp_path / "optuna" / "__init__.py").write_text("raise ImportError")
-    run = run_train("sweep=optuna", "lr=interval(0.1,0.2)", env={"PYTHONPATH": str(tmp_path)}, ok=False)
+    fresh = Program(tmp_path / "outputs", fresh=True)
+    run = fresh("sweep=optuna", "lr=interval(0.1,0.2)", env={"PYTHONPATH": str(tmp_path)}, ok=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1), str(run)
     assert run.stderr.startswith("error: a search needs Optuna: pip install optuna")
     run = run_train("sweep=optuna", "lr=0.1", ok=False)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import Program, summary_of, wait_for
+from conftest import Program, Run, summary_of, wait_for
+from omegaconf import OmegaConf
+
+from lockstep import resume
 
 JOB = (
     "data=synthetic",
@@ -20,7 +25,7 @@ JOB = (
     "logger=none",
     "threads=1",
 )
-LONG = (*JOB, "max_epochs=15")
+LONG = (*JOB, "max_epochs=10")
 
 
 @pytest.fixture
@@ -101,3 +106,39 @@ def test_another_job_starts_anew(run_train: Program, cluster: Path) -> None:
     run_train(*JOB, "max_epochs=1", env=environment(cluster))
     run = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=1) | {"SLURM_JOB_ID": "78"})
     assert len(run.folders) == 2
+
+
+def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> None:
+    job = (*JOB, "data.samples=89", "scheduler=constant", "strategy=ddp", "devices=2")  # 71 of them trained on
+    undisturbed = Program(tmp_path / "undisturbed")(*job, "max_epochs=2")
+    first, _ = as_tasks(run_train, *job, "max_epochs=1")
+    runs = as_tasks(run_train, f"resume={first.folder}", "max_epochs=2")
+    assert [run.stderr.count("resumes after step") for run in runs] == [1, 0], "the first task speaks"
+    for key in ("weights_sha256", "steps", "metrics"):
+        assert runs[0].summary[key] == undisturbed.summary[key], key
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "environment", ["SLURM_JOB_ID SLURM_NTASKS=2 SLURM_PROCID=", "TORCHELASTIC_RUN_ID WORLD_SIZE=2 RANK="]
+)
+def test_the_first_worker_records_what_a_run_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, rank: int
+) -> None:
+    for variable in f"{environment}{rank}".split():
+        monkeypatch.setenv(*variable.partition("=")[::2])
+    given = SimpleNamespace(overrides=SimpleNamespace(task=["max_epochs=2"]))
+    monkeypatch.setattr(resume, "HydraConfig", SimpleNamespace(get=lambda: given))
+    with resume.recorded(OmegaConf.create({"max_epochs": 2}), tmp_path, ()):
+        assert len(list(tmp_path.glob(".hydra/*.yaml"))) == (2 if rank == 0 else 0)
+
+
+def as_tasks(program: Program, *overrides: str) -> list[Run]:
+    """A program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tasks = [program.start(*overrides, env={**job, "SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
+    runs = [program.finish(task, timeout=90) for task in tasks]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    return runs

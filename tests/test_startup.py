@@ -58,7 +58,9 @@ def command(folder: Path, *overrides: str, before: str = "pass", after: str = "p
     return done.stdout
 
 
-@pytest.mark.parametrize("recipe", [("model=mnist_cnn", "data=digits"), ("model=resnet18", "data.val_fraction=0.9")])
+@pytest.mark.parametrize(
+    "recipe", [("model=mnist_cnn", "data=digits"), ("model=resnet18", "data=synthetic", "data.samples=60")]
+)
 def test_a_run_imports_nothing_that_it_does_not_need(tmp_path: Path, recipe: tuple[str, ...]) -> None:
     printed = command(tmp_path, *recipe, after='print("\\nIMPORTED", *sys.modules, flush=True)')
     imported = set(next(line for line in printed.splitlines() if line.startswith("IMPORTED")).split())
@@ -116,10 +118,11 @@ def test_the_collector_of_a_users_process_is_left_alone() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what processes share")
-def test_workers_share_the_data_in_memory(run_train: Program) -> None:
+def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     samples, size = 60_000, 64
     data = samples * size**2 >> 10  # KiB
-    process = run_train.start(
+    train = Program(tmp_path, fresh=True)
+    process = train.start(
         *[
             "data=synthetic",
             f"data.samples={samples}",
@@ -130,7 +133,7 @@ def test_workers_share_the_data_in_memory(run_train: Program) -> None:
         *["strategy=ddp", "devices=2"],
     )
     try:
-        wait_for(lambda: [*run_train.outputs.rglob("last.ckpt")], process)
+        wait_for(lambda: [*train.outputs.rglob("last.ckpt")], process)
         workers = [memory(pid) for pid in workers_of(process)]
     finally:
         os.killpg(process.pid, signal.SIGKILL)

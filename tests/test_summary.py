@@ -9,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from plain import PATHS
 
+from lockstep import provenance, summary
+from lockstep.config import Config, check
+from lockstep.library import compose
 from lockstep.summary import git_info, versions, weights_sha256, write_summary
 
 
@@ -64,6 +68,12 @@ def test_versions_and_git(tmp_path: Path) -> None:
     info = git_info(tmp_path)
     assert len(info["commit"]) == 40
     assert info["dirty"] is False
+    (tmp_path / "notes").write_text("of no matter")
+    assert git_info(tmp_path)["dirty"] is False
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "mine.py").write_text("1")
+    assert git_info(tmp_path)["dirty"] is True
+    (tmp_path / "src" / "mine.py").unlink()
     (tmp_path / "file").write_text("2")
     assert git_info(tmp_path) == {"commit": info["commit"], "dirty": True}
 
@@ -73,3 +83,48 @@ def test_the_summary_needs_no_torch() -> None:
         "import sys; sys.path[:0] = sys.argv[1].split(':'); import lockstep.summary; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, PATHS], check=True)
+
+
+def test_changes_are_kept_whatever_shows_them_to_a_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config
+) -> None:
+    for command in ("init", "add .", "commit --message=all"):
+        (tmp_path / "file").write_text("before\n")
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command.split()], cwd=tmp_path, check=True)
+    (tmp_path / "file").write_text("after\n")
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "false")
+    provenance.record(config, "", tmp_path)
+    assert "\n-before\n+after\n" in (tmp_path / "git.diff").read_text()
+
+
+def test_a_git_that_hangs_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(provenance, "SECONDS", 0.2, raising=False)
+    provenance.record(config, "", tmp_path)
+    assert (tmp_path / "provenance.json").exists()
+    assert not (tmp_path / "git.diff").exists()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a run in a folder under git that has changed."""
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "git_info", lambda: {"commit": "c0ffee", "dirty": True})
+    return check(dict(compose()))
+
+
+def test_code_that_is_not_committed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    project, run, copy = tmp_path / "project", tmp_path / "run", tmp_path / "copy"
+    for folder in (project / "src", run, copy):
+        folder.mkdir(parents=True)
+    (project / "src" / "mine.py").write_text("x = 1\n")
+    (project / "src" / "weights.bin").write_bytes(bytes(2 << 20))
+    subprocess.run(["git", "init", "-q", str(project)], check=True)
+    for module in (provenance, summary):
+        monkeypatch.setattr(module, "ROOT", project)
+    provenance.record(config, "", run)
+    subprocess.run(["git", "apply", str(run / "git.diff")], cwd=copy, check=True)
+    assert (copy / "src" / "mine.py").read_text() == "x = 1\n"
+    assert os.listdir(copy / "src") == ["mine.py"]

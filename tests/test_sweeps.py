@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program, Run, ended, summary_of, wait_for, workers_of
+from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.layout import Refusal
 from lockstep.sweeps import options
@@ -23,7 +22,7 @@ SWEEP = (*TINY, "max_epochs=60", "checkpoint_every=7", "threads=1", "logger=csv"
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
-def kill_in(process: subprocess.Popen[str], outputs: Path, job: int) -> None:
+def kill_in(process: Process, outputs: Path, job: int) -> None:
     """Kills a job as soon as it has saved a checkpoint: its process and its workers, at once."""
     wait_for(lambda: list(outputs.rglob(f"{job}/checkpoints/last.ckpt")), process)
     (pid,) = workers_of(process)

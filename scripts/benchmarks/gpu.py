@@ -148,7 +148,7 @@ def _profiled(config: Any, splits: Any, folder: Path) -> dict[str, int]:
                 profiler.stop()
 
     module = make_module(config, splits)
-    trainer = make_trainer(config, folder, [*make_callbacks(config, splits, folder), Watch()])
+    trainer = make_trainer(config, folder, [*make_callbacks(config, splits, folder, module), Watch()])
     compile_module(config, module, trainer)
     trainer.fit(module, datamodule=make_data(config, splits, 0))
     return counted(profiler.events() or [])

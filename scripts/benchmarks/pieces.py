@@ -11,9 +11,9 @@ from benchmarks.steps import CASES, COLOURED, SMALL, distance, make_task
 
 PIECES = 8
 CUT, EXACT = 1.03, {"mnist_cnn": 1.05, "resnet18": 1.10}  # goals
-SIZES = {  # models: steps of a block, of which the first don't count; rounds
-    "mnist_cnn": (20, 2, 6),
-    "resnet18": (3, 1, 3),
+SIZES = {  # models: steps of a block, of which the first don't count; rounds of a game; games
+    "mnist_cnn": (20, 2, 2, 3),
+    "resnet18": (3, 1, 3, 1),
 }
 BATCH = {"mnist_cnn": 256, "resnet18": 128}
 DATA = {"mnist_cnn": SMALL, "resnet18": COLOURED | {"samples": 5000}}
@@ -25,7 +25,7 @@ def measure(model: str, folder: Path) -> list[Row]:
     Raises:
         RuntimeError: the loop does not compute the same.
     """
-    steps, skip, rounds = SIZES[model]
+    steps, skip, rounds, games = SIZES[model]
     case = replace(CASES[model], batch=BATCH[model], data=DATA[model])
     task, ours = make_task(case, steps * (rounds + 1), folder)
     bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task), "--levers"]
@@ -40,6 +40,7 @@ def measure(model: str, folder: Path) -> list[Row]:
         },
         rounds,
         steps,
+        games=games,
         skip=skip,
         save_at=case.save_at,
         warm_up=False,
@@ -57,7 +58,8 @@ def measure(model: str, folder: Path) -> list[Row]:
         row(f"{what}: exact=true against false", blocks["exact"], blocks["pieces"], EXACT[model]),
     ]
     cut += ["strategy=ddp", "devices=2"]
-    found = play({"pieces": [cut], "exact": [[*cut, "exact=true"]]}, rounds, steps, skip=skip, folder=folder)
+    sides = {"pieces": [cut], "exact": [[*cut, "exact=true"]]}
+    found = play(sides, rounds, steps, games=games, skip=skip, folder=folder)
     what = f"{model}, batch {BATCH[model]}, ddp on 2, {PIECES} pieces: exact=true against false"
     return [*rows, row(what, found["exact"].blocks, found["pieces"].blocks, EXACT[model])]
 

@@ -30,7 +30,7 @@ class Case:
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 CASES = {
-    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 3, 4, True, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
+    "mnist_cnn": Case("mnist_cnn", 64, SMALL, 50, 5, 2, True, 10, (0.72, 1.03, 0.50), (1e-3, 0.3)),
     "resnet18": Case("resnet18", 32, COLOURED, 6, 1, 4, False, 2, (0.92, 1.01, 0.62), (5e-2, 0.5)),
 }
 

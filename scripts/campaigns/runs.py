@@ -119,7 +119,7 @@ class Run:
     def _arguments(self, target: Path | None) -> list[str]:
         campaign = self.campaign
         arguments = [*campaign.job, f"outputs={self.home}"] if target is None else [f"resume={target}"]
-        if campaign.control and target is not None:
+        if campaign.control and self.blow:
             arguments.append("seed=1")
         return [*arguments, *campaign.rng.choice(campaign.layouts), campaign.rng.choice(LOADERS)]
 
@@ -179,12 +179,15 @@ class Run:
         """After a life that ended well: is this the undisturbed run's end?"""
         folder, before = max(self.folders), len(self.campaign.problems)
         ended, reference = json.loads((folder / "summary.json").read_text()), self.campaign.reference
-        for key in ("status", "weights_sha256", "steps", "samples_seen"):
-            if ended[key] != reference[key]:
-                self._problem(life, f"{key} is {ended[key]}, undisturbed {reference[key]}")
+        keys = ("weights_sha256", "status", "steps", "samples_seen")
+        different = [
+            f"{key} is {ended[key]}, undisturbed {reference[key]}" for key in keys if ended[key] != reference[key]
+        ]
         for key, value in reference["metrics"].items():
             if not math.isclose(ended["metrics"].get(key, math.nan), value, rel_tol=1e-6, abs_tol=1e-9):
-                self._problem(life, f"{key} is {ended['metrics'].get(key)}, undisturbed {value}")
+                different.append(f"{key} is {ended['metrics'].get(key)}, undisturbed {value}")
+        if different:
+            self._problem(life, "; ".join(different))
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
             self._problem(life, f"temporary files in the run folder: {', '.join(unfinished)}")
         if self.blow:

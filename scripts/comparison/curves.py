@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TAGS = ("train/loss", "val/acc", "memory/peak_gib")
+# Each by the names that it may have: Lightning forks what is logged both at steps and at epochs' ends.
+TAGS = {
+    "train/loss": ("train/loss", "train/loss_step", "train/loss_epoch"),
+    "val/acc": ("val/acc",),
+    "memory/peak_gib": ("memory/peak_gib",),
+}
+NAMES = [name for names in TAGS.values() for name in names]
 Point = tuple[float, float, float]  # optimizer step, seconds, value
 Numbers = NDArray[np.float64]
 
@@ -36,8 +42,8 @@ def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
     else:
         return {}
     curves = {}
-    for tag, kept in points.items():
-        if kept:
+    for tag, names in TAGS.items():
+        if kept := next((points[name] for name in names if points[name]), None):
             steps, seconds, values = np.array(kept, dtype=np.float64).T
             curves[tag] = Curve(steps * per_step, None if np.isnan(seconds).any() else seconds, values)
     return curves
@@ -51,10 +57,10 @@ def _from_events(folder: Path) -> dict[str, list[Point]]:
     sessions = []
     for path in folder.glob("events.out.tfevents.*"):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        if found := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag in TAGS}:
+        if found := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag in NAMES}:
             first = min(series[0].wall_time for series in found.values())
             sessions.append((first, min(first, events.FirstEventTimestamp()), found))
-    points: dict[str, list[Point]] = {tag: [] for tag in TAGS}
+    points: dict[str, list[Point]] = {tag: [] for tag in NAMES}
     before = 0.0
     for _, start, found in sorted(sessions, key=lambda session: session[0]):
         first = min(event.step for series in found.values() for event in series)
@@ -68,4 +74,4 @@ def _from_events(folder: Path) -> dict[str, list[Point]]:
 def _from_csv(path: Path) -> dict[str, list[Point]]:
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    return {tag: [(float(row["step"]), nan, float(row[tag])) for row in rows if row.get(tag)] for tag in TAGS}
+    return {tag: [(float(row["step"]), nan, float(row[tag])) for row in rows if row.get(tag)] for tag in NAMES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,7 +118,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     """
     gathered: dict[str, list[Run]] = {}
     for run in runs:
-        said = {key: show(value) for key, value in run.config.items() if not ASIDE.match(key)}
+        said = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
         gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
     groups = [Group(members, {}) for said, members in gathered.items()]
     if not any(group.layout for group in groups):
@@ -151,11 +151,16 @@ def _brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 
+def _counts(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether runs that differ in a key are different experiments; of an image_folder, the folder is the data set."""
+    return not ASIDE.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
+
+
 def _apart(groups: Sequence[Group]) -> list[str]:
     """Keys in which groups differ, the layout's left out. Where another file of a group was chosen (`optimizer.name`),
     that says it, and not the keys that only one of the files has."""
     configs = [group.runs[0].config for group in groups if group.runs[0].config]
-    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if not ASIDE.match(key)]
+    keys = [*dict.fromkeys(key for config in configs for key in config if _counts(key, config))]
     differ = [key for key in keys if len({show(config.get(key, ABSENT)) for config in configs}) > 1]
     chosen = {key.rpartition(".")[0] for key in differ if key.endswith(".name")}
     shared = [key for key in differ if key.partition(".")[0] not in chosen or all(key in config for config in configs)]

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint_io import weights_in_use
 from lockstep.config import Config
 from lockstep.data import Splits
 from lockstep.layout import counted
@@ -50,6 +51,7 @@ class Run:
     started: float  # time.perf_counter()
     metrics: dict[str, float] = field(default_factory=dict)
     sha: str | None = None
+    tested_step: int | None = None  # after which the tested weights were saved
 
     def fitted(self) -> None:
         """Takes down what testing would overwrite."""
@@ -57,6 +59,11 @@ class Run:
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
         layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
         self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
+
+    def tested(self) -> None:
+        """Takes down what the test has found, and of which weights."""
+        self.metrics.update(logged(self.trainer))
+        self.tested_step = weights_in_use(self.trainer)[1]
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
@@ -76,6 +83,7 @@ class Run:
                 "seconds": time.perf_counter() - self.started,
             },
             "weights_sha256": self.sha,
+            "tested_step": self.tested_step,
         }
         if trainer.is_global_zero:
             write_summary(self.folder / "summary.json", summary)
@@ -124,6 +132,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "metrics": {},
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
         "weights_sha256": None,
+        "tested_step": None,
         "best_checkpoint": found["best"],
         "last_checkpoint": found["last"],
         "restarts": restart_count(),

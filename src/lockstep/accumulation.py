@@ -53,8 +53,10 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float | None]:
     """The layout with the fewest pieces that fit, and the largest peak of a device in bytes, where it is known. Every
     worker of the layout calls it, and gets the same."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    logs.configure(folder, rank)  # should the user's own code fail
     fast.set_up(config.layout, config.threads, config.allocator)
-    data = make_data(replace(config, num_workers=0), splits, dist.get_rank() if dist.is_initialized() else 0)
+    data = make_data(replace(config, num_workers=0), splits, rank)
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
     trainer.limit_val_batches = 0
     memory: Any = trainer.fit_loop.epoch_loop.automatic_optimization.memory  # type: ignore[attr-defined]

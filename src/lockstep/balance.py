@@ -39,13 +39,16 @@ def balanced(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     """Seconds of one piece on each device, in rank order. Every worker of the layout calls it."""
     layout: Layout = config.layout
-    fast.set_up(layout, config.threads, config.allocator)
     rank = dist.get_rank() if dist.is_initialized() else 0
+    logs.configure(folder, rank)  # should the user's own code fail
+    fast.set_up(layout, config.threads, config.allocator)
     data = make_data(replace(config, num_workers=0), splits, rank)
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
     trainer.limit_val_batches = 0
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     loop.timed = {}
+    if layout.strategy == "dp":
+        trainer.strategy.seconds = {}  # type: ignore[attr-defined]
     trainer.fit(make_module(config, splits), datamodule=data)
     own = {device: median(times[len(times) // 3 :]) for device, times in loop.timed.items()}
     if layout.processes == 1:

@@ -6,7 +6,9 @@ import csv
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +23,7 @@ from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import ExactGradientSum, GradientSum
+from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
 from lockstep.memory import MIB, Memory
@@ -30,6 +33,12 @@ from lockstep.strategies import make_strategy
 from lockstep.summary import versions
 from lockstep.targets import build
 from lockstep.workers.environment import STARTED
+
+# Keys of the front page that do nothing where a module's constructor does not take what they make.
+OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), "lr") | {
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+}
 
 
 def total_steps(config: Config, samples: int) -> int:
@@ -47,6 +56,7 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     module = build(
         "model",
         config.model,
+        {OFFERED[key.partition(".")[0]]: key for key in config.given if key.partition(".")[0] in OFFERED},
         channels=spec.channels,
         image_size=spec.image_size,
         num_classes=len(spec.classes),
@@ -57,19 +67,49 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     )
     if not isinstance(module, pl.LightningModule):
         raise Refusal(f"model._target_={config.model['_target_']}: not a LightningModule")
+    for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
+        if overrides(module, hook, pl.LightningModule):
+            raise Refusal(
+                f"model._target_={config.model['_target_']}: its {hook} would see a whole step instead of a batch; "
+                "on_after_batch_transfer gets each piece's"
+            )
+    for hook in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        if overrides(module, hook, pl.LightningModule):
+            raise Refusal(
+                f"model._target_={config.model['_target_']}: its {hook} would not be asked; data=... is trained on"
+            )
     if not module.automatic_optimization:
         raise Refusal(
             f"model._target_={config.model['_target_']}: with manual optimization a step can't be cut in pieces"
         )
+    module.configure_optimizers = partial(_one_optimizer, module.configure_optimizers)  # type: ignore[method-assign]
+    module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
     fast.memory_format(module, config.memory_format)
     return module
 
 
+def _one_optimizer(configure: Callable[[], Any]) -> Any:
+    """What a module's own `configure_optimizers` returns. Lightning would train nothing without an optimizer, and of
+    several advise to step them by hand."""
+    found = configure()
+    listed = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    if len(listed) == 2 and isinstance(listed[0], list):  # optimizers and schedules
+        listed = listed[0]
+    if len(listed) != 1:
+        raise Refusal(
+            f"configure_optimizers returned {len(listed) or 'no'} optimizer{'s' * (len(listed) != 1)}: a step has one; "
+            "what is trained otherwise is a parameter group of it, what is not trained is frozen by "
+            "requires_grad_(False)"
+        )
+    return found
+
+
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
-    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config))
+    trains = config.checkpoint is None
+    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config), trains)
     data.process = rank
     return data
 
@@ -82,8 +122,8 @@ def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Train
         loop.automatic_optimization.graphs = config.compile in GRAPHS
 
 
-def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Callback]:
-    """The callbacks that the config names."""
+def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
+    """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
     recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
@@ -96,11 +136,13 @@ def make_callbacks(config: Config, splits: Splits, folder: Path) -> list[pl.Call
         "started": float(os.environ.get(STARTED, time.time())),
     }
     named = config.callbacks.items()
-    made = {name: build(f"callbacks.{name}", options, **offers) for name, options in named if options}
-    for name, callback in made.items():
+    made = {f"callbacks.{name}": build(f"callbacks.{name}", options, **offers) for name, options in named if options}
+    brought = module.configure_callbacks()
+    own = brought if isinstance(brought, Sequence) else [brought]
+    for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise Refusal(
-                f"callbacks.{name}: {type(callback).__name__} changes how many batches make a step, which is the "
+                f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
             )
     return list(made.values())
@@ -123,11 +165,16 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
 def _csv_logger(folder: Path, step: int) -> CSVLogger:
     """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
     logger, path = CSVLogger(folder, name="", version="csv"), folder / "csv" / "metrics.csv"
-    if step and os.environ.get("RANK", "0") == "0" and path.exists():
-        with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit() and int(row["step"]) <= step]
-        logger.experiment.metrics = rows
-        logger.save()
+    before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
+    if step and os.environ.get("RANK", "0") == "0":
+        if path.exists() and not before.exists():
+            path.rename(before)
+        if before.exists():
+            with open(before, newline="") as file:
+                rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
+            logger.experiment.metrics = [row for row in rows if int(row["step"]) <= step]
+            logger.save()
+            before.unlink()
     return logger
 
 
@@ -156,7 +203,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         enable_model_summary=False,
         default_root_dir=folder,
         deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
-        **config.debug.get("trainer", {}),
+        **config.debug["trainer"],
     )
     # one piece has no order to depend on
     auto = config.accumulate_grad_batches == "auto"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor
@@ -90,6 +91,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def __init__(self) -> None:
         self._writer: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
+        self.loaded_step: int | None = None  # of the checkpoint loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
@@ -114,7 +116,9 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return load(path, map_location)
+        checkpoint = load(path, map_location)
+        self.loaded_step = checkpoint.get("global_step")
+        return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
@@ -124,6 +128,14 @@ class AtomicCheckpointIO(CheckpointIO):
             self._writer.shutdown()
             self._writer = None
         self.wait()
+
+
+def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
+    """The checkpoint file that an evaluation has taken its weights from (None: they are those of the training that has
+    just ended), and the optimizer step after which they were saved."""
+    if trainer.ckpt_path is None:
+        return None, trainer.global_step
+    return str(trainer.ckpt_path), getattr(trainer.strategy.checkpoint_io, "loaded_step", None)
 
 
 def _after(before: Future[None] | None, task: Callable[..., None], *args: Any) -> None:

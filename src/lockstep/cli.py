@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +38,11 @@ Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
+
+# What else a user who finds nothing of this name can do.
+OWN = dict.fromkeys(("model", "data", "callbacks", "logger"), "; one of your own: docs/own.md") | dict.fromkeys(
+    ("optimizer", "scheduler"), "; your module's configure_optimizers makes any other: docs/own.md"
+)
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -105,10 +110,12 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 def keyed(arguments: list[str]) -> list[str]:
     """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
-    Hydra's, on which argparse explains all of these."""
+    Hydra's, on which argparse explains all of these; or chooses nothing of a group, which Hydra does not name."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
+        if (match := re.fullmatch(r"(\w+)=(null)?", argument)) and (ROOT / "conf" / match[1]).is_dir():
+            raise Refusal(f"{argument}: {unknown('none', _files(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
@@ -141,8 +148,10 @@ def line(error: BaseException, config_name: str) -> str:
     if match := re.search(r"Could not override '([^']+)'", message):
         return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
     if match := re.search(r"Could not find '([^']+)/([^']+)'", message):
-        known = sorted(path.stem for path in (ROOT / "conf" / match[1]).glob("*.yaml"))
-        return f"{match[1]}={match[2]}: {unknown(match[2], known)}"
+        return f"{match[1]}={match[2]}: {unknown(match[2], _files(match[1]))}{OWN.get(match[1], '')}"
+    if isinstance(error, OverrideParseException) and re.fullmatch(r"[^=]+=[^\[{(\"'][^\"']*", error.override):
+        key, _, value = error.override.partition("=")
+        return f"{key}={value}: Hydra can't read this; a text with such characters is quoted: \"{key}='{value}'\""
     if match := re.search(r"Refusal raised while resolving interpolation: (.*)", message):
         return match[1]
     if match := re.search(r"Missing mandatory value: (\S+)", message):
@@ -152,6 +161,11 @@ def line(error: BaseException, config_name: str) -> str:
     refusal = error.__cause__ if isinstance(error.__cause__, Refusal) else error
     message = " ".join(str(refusal).split()) or type(error).__name__
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
+
+
+def _files(group: str) -> list[str]:
+    """What can be chosen of a group."""
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
 def _near(key: str, config_name: str, error: Any) -> str:

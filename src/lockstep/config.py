@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
 
-from lockstep import compiled
+from lockstep import compiled, debug
 from lockstep import layout as layouts
 from lockstep.checks import (
     Check,
@@ -90,10 +90,11 @@ class Config:
     checkpoint: Annotated[str | None, text]
     callbacks: Annotated[dict[str, Any], optional_node, {}]
     logger: Annotated[dict[str, Any], optional_node, {}]
-    debug: Annotated[dict[str, Any], optional_node, {}]
+    debug: Annotated[dict[str, Any], debug.check, None]
     sweep: Annotated[dict[str, Any], options.check, {}]
     layout: Layout
     raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
+    given: tuple[str, ...] = ()  # dotted keys that the user has set, on the command line
 
     @property
     def step_lr(self) -> float:
@@ -109,12 +110,13 @@ KEYS: dict[str, tuple[Check, Any]] = {  # check, and value where it is absent
 }
 
 
-def check(raw: Mapping[str, Any], even: bool = True) -> Config:
+def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) -> Config:
     """A composed and resolved config, checked.
 
     Args:
         raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
         even: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
+        given: dotted keys that the user has set.
 
     Raises:
         Refusal: the first thing that is wrong.
@@ -126,6 +128,7 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
     values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
     values["strategy"] = _strategy(values)
     compiled.must_work(values)
+    debug.must_be_free(values)
     if values["resident"] is True and values["accelerator"] == "cpu":
         raise Refusal("resident=true: there is no GPU for the data to lie on; resident=auto")
     if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
@@ -158,7 +161,7 @@ def check(raw: Mapping[str, Any], even: bool = True) -> Config:
             f"strategy.shares=auto measures two pieces or more of each device, and there are {layout.pieces} for "
             f"{layout.world}: give pieces={8 * layout.world}, say"
         )
-    return Config(**values, layout=layout, raw=dict(raw))
+    return Config(**values, layout=layout, raw=dict(raw), given=tuple(given))
 
 
 def _accelerator(accelerator: str, devices: int, precision: str) -> str:

@@ -45,7 +45,8 @@ def record_of(path: Path) -> dict[str, Any]:
 
 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
-    """The config of an evaluation: model and data set from the checkpoint's record, everything else from `raw`.
+    """The config of an evaluation: model and data set from the checkpoint's record, the data's folder
+    too unless `raw` has one, everything else from `raw`.
 
     Raises:
         Refusal: a value in `raw`.
@@ -53,7 +54,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     trained = record["config"]
     data = {**trained["data"], **(raw.get("data") or {})}
     kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
-    return check({**raw, **kept, "data": data, "checkpoint": str(path)}, even=False)
+    kept |= {"data": data, "data_dir": trained["data_dir"] if raw.get("data_dir") is None else raw["data_dir"]}
+    return check({**raw, **kept, "checkpoint": str(path)}, even=False)
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -64,8 +66,9 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
-    trainer = make_trainer(config, folder, [StandIn(), Heartbeat(), *make_callbacks(config, splits, folder)])
+    trainer = make_trainer(config, folder, [StandIn(), Heartbeat(), *make_callbacks(config, splits, folder, module)])
     run = Run(config, splits, folder, trainer, started)
     trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.fitted()
+    run.tested()
     return run.finish("completed", None)

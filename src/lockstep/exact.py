@@ -49,10 +49,11 @@ class ExactSum:
         self.dense = [_dense(tensor) for tensor in self.like]
         self.groups = _group(self.like)
         self.sizes = [sum(self.like[index].numel() for index in group) for group in self.groups]
-        self.starts = [sum(self.sizes[:at]) for at in range(len(self.sizes))]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
-        # one all-reduce for all: the elements in units of their grid, and last, how many addends outgrew their grids
-        self.units = torch.zeros(sum(self.sizes) + 1, dtype=torch.int64, device=self.device)
+        # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
+        # constant is in them, and how many addends outgrew their grids
+        self.units = torch.zeros(sum(self.sizes) + len(self.groups) + 1, dtype=torch.int64, device=self.device)
+        *self.parts, self.counts = self.units.split([*self.sizes, len(self.groups) + 1])
         self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
         self.begin()
 
@@ -65,11 +66,13 @@ class ExactSum:
     def add(self, values: Sequence[Tensor]) -> None:
         """Adds one list of tensors."""
         flats = [self._flat(group, values) for group in self.groups]
-        for at, (flat, bound) in enumerate(zip(flats, _bounds(flats), strict=True)):
-            if bound < self._room(at):  # nan is not
-                self._round(flat, self.units[self.starts[at] :], self._constant(at), first=not self.rounded[at])
+        # on CPU, `_round` looks at each chunk when it is in the cache
+        bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
+        for at, (flat, bound) in enumerate(zip(flats, bounds, strict=True)):
+            room = self._room(at)
+            if bound < room and self._round(flat, self.parts[at], self._constant(at), room, not self.rounded[at]):
                 self.rounded[at] += 1
-            else:
+            else:  # nan too
                 self.late.append((at, flat.clone()))
 
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
@@ -77,15 +80,13 @@ class ExactSum:
 
         A tensor to which something that is not finite was added comes back as nan, on every process.
         """
-        for at, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
-            part = self.units[start : start + size]
-            if self.rounded[at]:
-                part -= _wrapped(self.rounded[at] * _bits(self._constant(at)))
-            else:
+        for part, rounded in zip(self.parts, self.rounded, strict=True):
+            if not rounded:
                 part.zero_()
-        self.units[-1] = len(self.late)
+        self.counts.copy_(torch.tensor([*self.rounded, len(self.late)]))
         all_reduce(self.units, "sum")
-        extra, broken = self._late_total(all_reduce) if int(self.units[-1]) else ({}, set())
+        *self.rounded, late = self.counts.tolist()
+        extra, broken = self._late_total(all_reduce) if late else ({}, set())
         flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
         for at, bound in enumerate(_bounds(flats)):
             self.exponents[at] = self._next(self.exponents[at], bound * divisor)
@@ -140,34 +141,45 @@ class ExactSum:
                 )
         return found
 
-    def _round(self, flat: Tensor, units: Tensor, constant: float, first: bool = False) -> None:
+    def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:
         """Adds the elements, rounded, and the constant's bits with each of them; the first ones overwrite what is
-        there. On CPU by numpy: the same IEEE additions, and half of the time."""
-        if self.device.type == "cpu":
-            values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
-            for start in range(0, len(values), CHUNK):
-                part = values[start : start + CHUNK]
-                into = sums[start : start + len(part)]
-                rounded = into.view(np.float64) if first else scratch[: len(part)]
-                np.copyto(rounded, part)  # by itself: np.add converts in smaller parts
-                rounded += constant
-                if not first:
-                    into += rounded.view(np.int64)
-        else:
+        there. On CPU by numpy: the same IEEE additions, and half of the time; returns whether all of the elements stay
+        below `room`, else the sum is as before."""
+        if self.device.type != "cpu":
             add = Tensor.copy_ if first else Tensor.add_
-            add(units[: len(flat)], flat.double().add_(constant).view(torch.int64))
+            add(units, flat.double().add_(constant).view(torch.int64))
+            return True
+        values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
+
+        def rounded(start: int, into: np.ndarray) -> np.ndarray:
+            np.copyto(into, values[start : start + CHUNK])  # by itself: np.add converts in smaller parts
+            into += constant
+            return into.view(np.int64)
+
+        for start in range(0, len(values), CHUNK):
+            part, into = values[start : start + CHUNK], sums[start : start + CHUNK]
+            if not max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part))) < room:  # nan is handed on
+                for before in range(0, 0 if first else start, CHUNK):
+                    sums[before : before + CHUNK] -= rounded(before, scratch)
+                return False
+            if first:
+                rounded(start, into.view(np.float64))
+            else:
+                into += rounded(start, scratch[: len(part)])
+        return True
 
     def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
-        start, size = self.starts[at], self.sizes[at]
         grid = self.grids[at]
-        scale = 0.0 if grid is None else 2.0**grid
-        result = torch.empty(size, dtype=self.like[self.groups[at][0]].dtype, device=self.device)
-        for begin in range(0, size, CHUNK):
-            part = result[begin : begin + CHUNK]
-            exact = self.scratch[: len(part)].copy_(self.units[start + begin : start + begin + len(part)]).mul_(scale)
-            if extra is not None:
-                exact += extra[begin : begin + CHUNK]
-            part.copy_(exact.div_(divisor))
+        constants = 0 if grid is None else _wrapped(self.rounded[at] * _bits(self._constant(at)))
+        scale = 1.0 if grid is None else 2.0**grid
+        result = torch.empty(self.sizes[at], dtype=self.like[self.groups[at][0]].dtype, device=self.device)
+        for start, units in zip(range(0, len(result), CHUNK), self.parts[at].split(CHUNK), strict=False):
+            part = result[start : start + CHUNK]
+            exact = self.scratch[: len(part)].copy_(units.sub_(constants))
+            if extra is None:
+                part.copy_(exact.div_(divisor / scale))
+            else:
+                part.copy_(exact.mul_(scale).add_(extra[start : start + CHUNK]).div_(divisor))
         return result
 
     # --- what outgrew its grid ---
@@ -196,7 +208,7 @@ class ExactSum:
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
         for at, value in ((at, value) for at, value in self.late if at in agreed):
             constant = 1.5 * 2.0 ** (52 + agreed[at])
-            self._round(value, units[at], constant)
+            self._round(value, units[at], constant, math.inf, first=False)
             units[at] -= _bits(constant)
         if units:
             flat = torch.cat(list(units.values()))

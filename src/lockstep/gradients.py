@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.exact import ExactSum, alone
-from lockstep.layout import Refusal
+from lockstep.layout import Refusal, listed
 
 
 class GradientSum:
@@ -53,8 +53,12 @@ class GradientSum:
     def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
         """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
         every process has a sample, since DDP's reducer waits for all of them."""
+        if self.processes == 1:
+            return nullcontext()
         fires = number == len(share.turns) - 1 and share.everyone and not self.apart
-        return nullcontext() if fires or self.processes == 1 else self.strategy.no_sync()
+        if fires:
+            self.strategy.remember(number)
+        return nullcontext() if fires else self.strategy.no_sync()
 
     def collect(self, turn: Any) -> None:
         """After a turn's backward pass."""
@@ -65,10 +69,9 @@ class GradientSum:
             return
         if share.everyone and not self.apart:
             if names := self.strategy.unreached():
-                shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
                 raise Refusal(
-                    f"strategy=ddp: no gradient has reached {shown}, and DDP waits for it: use it in training_step, or "
-                    "freeze it by requires_grad_(False)"
+                    f"strategy=ddp: no gradient has reached {listed(names)} in a step's last piece, and DDP waits for "
+                    "it: use it in every training_step, or freeze it by requires_grad_(False)"
                 )
             return
         parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
@@ -77,7 +80,7 @@ class GradientSum:
         dist.all_reduce(flat)
         flat /= self.processes
         for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view(parameter.shape).clone(memory_format=torch.preserve_format)
+            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
 
 
 class ExactGradientSum(GradientSum):
@@ -114,6 +117,10 @@ class ExactGradientSum(GradientSum):
             restored, self._restored = self._restored, []
             if len(restored) == len(self.sum.exponents):
                 self.sum.exponents = restored
+        held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
+        for parameter in self.parameters:
+            if id(parameter) not in held:  # what no optimizer steps it does not reset either
+                parameter.grad = None
         self.sum.begin()
 
     def weight(self, turn: Any, share: Any) -> float:

@@ -133,7 +133,7 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
             if any(when == math.inf for _, _, _, when, _, _ in rows):
                 compiled = time.time()
             step, _, _, when, rank, pid = min(rows)
-            if time.time() - max(when, compiled) > timeout:
+            if looked - max(when, compiled) > timeout:  # not the time now: a machine may be suspended in here
                 found[pid] = f"rank {rank} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
                 print(found[pid], file=sys.stderr)
                 table[rank] = 0

@@ -11,14 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.profilers import PassThroughProfiler
 
-# What `StepLoop` leaves out where it is Lightning's own, and leaves to Lightning's loop where it is not.
-BYPASSED = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
-    "optimizer_step",
-)
-
 
 class Hooks:
     """Calls as Lightning does, in its order: the callbacks in theirs, then the module.
@@ -33,12 +25,15 @@ class Hooks:
 
     def __call__(self, name: str, *args: Any) -> Any:
         """Returns what the module's hook does."""
-        if name not in self._known:
-            self._known[name] = self._implemented(name)
-        callbacks, own = self._known[name]
+        callbacks, own = self._known.get(name) or self._implemented(name)
         if callbacks:
             self.within(name, _each, callbacks, self.trainer, self.module, *args)
         return None if own is None else self.within(name, own, *args)
+
+    def anyone(self, name: str) -> bool:
+        """Whether somebody implements a hook."""
+        callbacks, own = self._implemented(name)
+        return bool(callbacks) or own is not None
 
     def within(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`, during which `self.log` takes the hook `name` for the one that runs."""
@@ -52,6 +47,7 @@ class Hooks:
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         found = [getattr(callback, name) for callback in callbacks if overrides(callback, name, pl.Callback)]
         own = getattr(self.module, name) if overrides(self.module, name, pl.LightningModule) else None
+        self._known[name] = found, own
         return found, own
 
 
@@ -67,10 +63,10 @@ def overrides(owner: Any, name: str, base: type) -> bool:
 
 def lean(trainer: pl.Trainer) -> bool:
     """Whether a step needs nothing that only Lightning's own loop does: a profiler, a loss scaler, a schedule that
-    follows a metric, or a module with its own `optimizer_step` or transfer of batches."""
+    follows a metric, or a module with its own `optimizer_step`."""
     return (
         isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
         and getattr(trainer.precision_plugin, "scaler", None) is None
         and not any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
-        and not any(overrides(trainer.lightning_module, name, pl.LightningModule) for name in BYPASSED)
+        and not overrides(trainer.lightning_module, "optimizer_step", pl.LightningModule)
     )

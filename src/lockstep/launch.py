@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
+import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep import heartbeat
+from lockstep import heartbeat, logs
 from lockstep.family import end_children
 from lockstep.heartbeat import watching
 from lockstep.interpreter import imported
@@ -27,7 +30,7 @@ from lockstep.layout import Layout, Refusal
 from lockstep.scratch import scratch_folder
 from lockstep.workers import process
 from lockstep.workers.environment import RESTARTS, environment_kept, external_workers
-from lockstep.workers.group import LOOPBACK, leave_group
+from lockstep.workers.group import LOOPBACK, join_external
 from lockstep.workers.signals import Interrupted, forwarding
 
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
@@ -71,11 +74,12 @@ def launch(
             raise Refusal(
                 f"{found} workers exist, the layout needs {layout.processes}: give ddp, devices x num_nodes = {found}"
             )
+        join_external()
         try:
-            return work(*args)
+            with logs.failure_told():
+                return work(*args)
         finally:
             end_children()
-            leave_group()
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -92,6 +96,7 @@ def launch(
         scratch_folder() as scratch,
         watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
         _steps_told(),
+        _cursor_shown(),
     ):
         config = LaunchConfig(
             min_nodes=min_nodes or layout.num_nodes,
@@ -139,12 +144,24 @@ def _steps_told() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _cursor_shown() -> Iterator[None]:
+    """A worker hides the terminal's cursor while it draws a bar, and one that is killed leaves it so."""
+    try:
+        yield
+    finally:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            Console(stderr=True).show_cursor()
+
+
 def _explain(rank: int, failure: Any) -> Exception:
     message, trace = failure.message, ""
     if isinstance(message, Mapping):
         trace = message.get("extraInfo", {}).get("py_callstack", "")
         message = message.get("message", "")
-    message = str(message).strip()
+    message = _original(str(message).strip())
     if message.startswith("Refusal: "):
         return Refusal(message.removeprefix("Refusal: ").splitlines()[0])
     if failure.exitcode < 0:
@@ -152,9 +169,34 @@ def _explain(rank: int, failure: Any) -> Exception:
     if message.startswith("To enable traceback"):  # the agent's words where a worker left without a message
         message = f"exit code {failure.exitcode}"
     lines = message.splitlines() or ["no reason given"]
-    failed = WorkerFailed(f"rank {rank} failed: {lines[0]}")
+    where = f" ({_place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
+    failed = WorkerFailed(f"rank {rank} failed: {lines[0]}{where}")
     failed.add_note(trace)
     return failed
+
+
+def _original(message: str) -> str:
+    """What was raised in another process or thread, of which torch's message holds the whole traceback."""
+    if "\nOriginal Traceback (most recent call last):" not in message:
+        return message
+    end = message.rpartition('\n  File "')[2].splitlines()[1:]
+    found = next((line for line in end if line and not line.startswith(" ")), message)
+    return re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
+
+
+def _place(trace: str) -> str:
+    """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+    found = [
+        (file, line, function)
+        for file, line, function in re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+        if not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    ]
+    if not found:
+        return ""
+    file, line, function = found[-1]
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line} in {function}; "
 
 
 _computed = False  # whether this process may have run a parallel operation: see has_computed

@@ -5,11 +5,12 @@ Pure: neither torch nor Lightning is imported, so bad numbers are refused before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
 
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
+MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see `lockstep.exact`)
 
 
 class Refusal(Exception):
@@ -60,6 +61,11 @@ class Layout:
         """Samples of the largest piece of a full step."""
         return -(-self.batch_size // self.pieces)
 
+    @property
+    def most(self) -> int:
+        """Pieces that a step may be cut into."""
+        return MOST_EXACT if self.exact else MOST_PIECES
+
     def owned(self, device: int) -> range:
         """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2."""
         counts = split(self.pieces, self.world, self.shares)
@@ -85,7 +91,7 @@ class Layout:
         """The same step in more pieces, fewest first: of equal size where these are, and as many for each device."""
         by = self.world if self.pieces % self.world == 0 else 1
         even = self.batch_size % self.pieces == 0
-        for pieces in range(self.pieces + by, min(self.batch_size, MOST_PIECES) + 1, by):
+        for pieces in range(self.pieces + by, min(self.batch_size, self.most) + 1, by):
             if not even or self.batch_size % pieces == 0:
                 yield replace(self, pieces=pieces)
 
@@ -104,6 +110,12 @@ class Layout:
 def counted(count: int, thing: str) -> str:
     """`1 device`, `2 devices`."""
     return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def listed(names: Iterable[object], most: int = 3) -> str:
+    """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
+    words = [str(name) for name in names]
+    return ", ".join(words[:most]) + ", ..." * (len(words) > most)
 
 
 def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
@@ -158,20 +170,21 @@ def resolve(
                 f"pieces={pieces} on {counted(world, 'device')} means accumulate_grad_batches={turns}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={world * accumulate}"
             )
-    if wanted > MOST_PIECES:
-        raise Refusal(f"{why}: a step is cut into {MOST_PIECES:,} pieces at most")
+    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
+    if wanted > layout.most:
+        raise Refusal(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
     if even and batch_size % wanted:
         raise Refusal(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
-            + _nearest(batch_size, wanted, world)
+            + _nearest(batch_size, wanted, world, layout.most)
         )
-    return Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
+    return layout
 
 
-def _nearest(batch_size: int, pieces: int, world: int) -> str:
+def _nearest(batch_size: int, pieces: int, world: int, most: int) -> str:
     below, above = batch_size // pieces * pieces, -(-batch_size // pieces) * pieces
     sizes = f"batch_size={below} or {above} can" if below else f"batch_size={above} can"
     if batch_size < world:
         return sizes
-    near = next((d for d in range(pieces, min(batch_size, MOST_PIECES)) if batch_size % d == 0), batch_size)
-    return f"{sizes}; so can pieces={near}" if near <= MOST_PIECES else sizes
+    near = next((d for d in range(pieces, min(batch_size, most)) if batch_size % d == 0), batch_size)
+    return f"{sizes}; so can pieces={near}" if near <= most else sizes

@@ -61,7 +61,7 @@ def train(config: Composed) -> dict[str, Any]:
         if raw != config:
             key = next(key for key in sorted({*raw, *config}) if raw.get(key) != config.get(key))
             raise Refusal(f"{key} was changed after compose(): give it there, as on the command line")
-        checked = check(raw)
+        checked = check(raw, given=resume.given())
 
         from lockstep.data import open_data
         from lockstep.runs import run_in_workers

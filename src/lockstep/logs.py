@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.layout import Refusal
+from lockstep.workers.signals import Interrupted
+
 LOG = logging.getLogger("lockstep")
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's log in the run folder."""
+    return f"rank_{rank}.log" if rank else "train.log"
 
 
 def configure(folder: Path, rank: int) -> None:
@@ -17,9 +25,7 @@ def configure(folder: Path, rank: int) -> None:
 
     Warnings and Lightning's notices go to the file only: what a user must know, Lockstep says itself.
     """
-    file = logging.FileHandler(
-        folder / ("train.log" if rank == 0 else f"rank_{rank}.log"), encoding="utf-8", delay=rank > 0
-    )
+    file = logging.FileHandler(folder / file_of(rank), encoding="utf-8", delay=rank > 0)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.root.handlers = [file]
     logging.root.setLevel(logging.INFO)
@@ -42,6 +48,19 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
         logging.root.error("a thread failed", exc_info=args.exc_value)
     else:
         threading.__excepthook__(args)
+
+
+@contextmanager
+def failure_told() -> Iterator[None]:
+    """What ends a run by surprise stands in its log, with the whole traceback."""
+    try:
+        yield
+    except (Refusal, Interrupted):
+        raise
+    except BaseException as error:
+        if logging.root.handlers:  # see configure
+            logging.root.error("the run failed", exc_info=error)
+        raise
 
 
 @contextmanager

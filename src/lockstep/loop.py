@@ -3,8 +3,8 @@
 A batch that the loader yields is a `Share`: what this process computes of one optimizer step. So everything that
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps, and no micro-batch is
 ever seen outside step.py. The only private names of Lightning that the project builds on stand here, in step.py and
-hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` (with their
-`_forward_cache`, in strategies/ddp.py) and `_batches_that_stepped`, the fit loop's `_iteration_based_training`,
+hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` (with
+what they are made of, in strategies/ddp.py) and `_batches_that_stepped`, the fit loop's `_iteration_based_training`,
 `trainer._logger_connector` (what `self.log` needs, and at which step it is shown), and `trainer._signal_connector` (who
 hears signals). tests/test_loop.py fails when they change.
 
@@ -21,8 +21,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+from lockstep.data.share import Share
 from lockstep.gradients import GradientSum
-from lockstep.hooks import Hooks, lean
+from lockstep.hooks import Hooks, lean, overrides
 from lockstep.memory import Memory
 from lockstep.nonfinite import Watch
 from lockstep.step import StepOptimization
@@ -49,6 +50,7 @@ class StepLoop(_TrainingEpochLoop):
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
         connector = trainer._logger_connector
         connector.log_metrics = partial(self._log_metrics, connector.log_metrics)  # type: ignore[method-assign]
+        connector.on_batch_start = partial(self._on_batch_start, connector.on_batch_start)  # type: ignore[method-assign]
         # With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice.
         trainer.fit_loop._iteration_based_training = _never  # type: ignore[method-assign]
 
@@ -56,6 +58,7 @@ class StepLoop(_TrainingEpochLoop):
         self.hooks: Hooks
         self._validates: bool | None = None  # whether this epoch does
         self._followed = False  # whether this epoch's end has moved what follows a metric
+        self._followed_step = -1  # the step after which what follows one at each step was moved last
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """An epoch that `max_steps` has cut short goes on: Lightning has counted it, and would leave the rest out."""
@@ -72,8 +75,11 @@ class StepLoop(_TrainingEpochLoop):
         self._batches_that_stepped = self.global_step
         self.lean = lean(self.trainer)
         self._validates = super()._should_check_val_epoch()
-        self._followed = False
+        self._followed, self._followed_step = False, self.global_step
         self.hooks = self.automatic_optimization.hooks = Hooks(self.trainer)
+        seen = overrides(self.trainer.lightning_module, "optimizer_zero_grad", pl.LightningModule)
+        unseen = not seen and not self.hooks.anyone("on_before_zero_grad")
+        self.automatic_optimization.zeroes_first = self.lean and unseen
 
     def advance(self, data_fetcher: Any) -> None:
         """One batch: Lightning's `advance`, without what nobody asked for.
@@ -97,7 +103,9 @@ class StepLoop(_TrainingEpochLoop):
         progress.is_last_batch = data_fetcher.done
         batch = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
-        trainer._logger_connector.on_batch_start(batch)
+        connector, results = trainer._logger_connector, self._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, batch.own, None
         if hooks("on_train_batch_start", batch, number) == -1:
             progress.increment_by(0, is_last_batch=True)
             progress.increment_processed()
@@ -108,27 +116,35 @@ class StepLoop(_TrainingEpochLoop):
         progress.increment_processed()
         self._schedule()
         hooks("on_train_batch_end", outputs, batch, number)
-        results = self._results
         logs = any(result.meta.on_step for result in results.values())
         if logs:
-            trainer._logger_connector.on_batch_end()
+            connector.on_batch_end()
         results.batch = results.batch_size = None
         progress.increment_completed()
         if logs:
-            trainer._logger_connector.update_train_step_metrics()
+            connector.update_train_step_metrics()
 
     @property
     def global_step(self) -> int:
         return self.automatic_optimization.optim_progress.optimizer_steps
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        done = self._followed and interval == "epoch" and update_plateau_schedulers
-        if not self.lean and not done:  # else `_schedule` has, or `follow_metrics`
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        by_step, follows = interval == "step", update_plateau_schedulers
+        done = follows and (self._followed_step == self.global_step if by_step else self._followed)
+        if self.lean or done:  # `_schedule` has, or `follow_metrics`
+            return
+        if by_step and follows:
+            self._followed_step = self.global_step
+        super().update_lr_schedulers(interval, follows)
+        if by_step and not follows and any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs):
+            self.trainer.callback_metrics  # noqa: B018  # takes down the step's, which a validation would hide
+            if not validates(self.trainer):
+                self.update_lr_schedulers(interval, update_plateau_schedulers=True)
 
     def follow_metrics(self) -> None:
-        """At an epoch's end, before it is saved: moves schedules that follow a metric. Lightning does so afterwards,
-        and a run resumed from there would leave it out."""
+        """Before a step, or an epoch's end, is saved: moves schedules that follow a metric. Lightning does so
+        afterwards, and a run resumed from there would leave it out."""
+        self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             self._followed = True
@@ -157,6 +173,12 @@ class StepLoop(_TrainingEpochLoop):
                 module.lr_scheduler_step(config.scheduler, None)
                 self.scheduler_progress.increment_completed()
 
+    def _on_batch_start(self, on_batch_start: Callable[..., None], batch: Any, *args: Any) -> None:
+        """A mean that a hook logs is weighted by samples, which Lightning can't count in a share."""
+        on_batch_start(batch, *args)
+        if isinstance(batch, Share):
+            self._results.batch_size = batch.own
+
     def _log_metrics(self, log_metrics: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Shows what `self.log` was given at the step that it is of. Lightning counts that step later, and so shows it
         one step early: where a run was killed and resumed, what is lost would stay beside what is made anew."""
@@ -173,6 +195,17 @@ def is_last_step(trainer: pl.Trainer) -> bool:
     """Whether the step just taken is the run's last."""
     last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.global_step == trainer.max_steps or (last_epoch and trainer.is_last_batch)
+
+
+def validates(trainer: pl.Trainer) -> bool:
+    """Whether validation, or an epoch's end, follows the step just taken. A checkpoint waits for it: a run resumed from
+    one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
+    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return True
+    if not (trainer.enable_validation and any(trainer.num_val_batches)):
+        return False
+    inside = trainer.check_val_every_n_epoch is None
+    return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)
 
 
 def _nothing() -> None:

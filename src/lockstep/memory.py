@@ -149,8 +149,8 @@ class Memory:
         layout = trainer.datamodule.layout
         pieces = f"{layout.pieces} piece{'s' * (layout.pieces > 1)}"
         wrong = f"step {share.step + 1}: out of memory: {self._limit(layout)} in {pieces}"
-        if any(isinstance(part, nn.SyncBatchNorm) for part in trainer.lightning_module.modules()):
-            return f"{wrong}; give more"  # its forward pass waits for the other ranks
+        if self.processes > 1 and not layout.exact:  # DDP still waits for the rest of a backward pass that has failed
+            return f"{wrong}; give more, or accumulate_grad_batches=auto, which finds how many fit"
         gradients.late = True
         for finer in layout.finer():
             for parameter in trainer.lightning_module.parameters():

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.layout import listed
+
 LOG = logging.getLogger("lockstep")
 ADVICE = "nonfinite=skip would leave such steps out"
+LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow
 
 
 class NonFinite(Exception):
@@ -25,7 +28,7 @@ class Watch:
     waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
 
     Args:
-        policy: `stop` raises; `skip` leaves weights and optimizer as they are and goes on with the next step.
+        policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
         processes: worker processes over all nodes.
         later: whether to know a step later; None: under `stop`, on a GPU.
     """
@@ -34,37 +37,42 @@ class Watch:
         self.policy = policy
         self.processes = processes
         self.later = later
+        self.scaler: torch.amp.GradScaler | None = None  # it finds its scale by infinities, and skips those steps
         self._asked: tuple[Tensor, Any, Any, list[tuple[Tensor, int]]] | None = None
 
     def look(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, share: Any, losses: list[tuple[Tensor, int]]
-    ) -> None:
-        """To be called between a step's last sum and its optimizer step.
+    ) -> bool:
+        """To be called between a step's last sum and its optimizer step. Returns whether the step is skipped.
 
         Raises:
             NonFinite: under `stop`, for this step or the one before.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
-            return
+            return False
         if self.later or (self.later is None and self.policy == "stop" and gradients[0].is_cuda):
             self.settle()
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
             self._asked = *_on_its_way(finite), share, losses
-            return
+            return False
         sums = [g.sum() for g in gradients]
         if math.isfinite(sum(torch.stack(sums).tolist() if sums[0].is_cuda else [each.item() for each in sums])):
-            return
+            return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if not names:  # only the sum overflowed
-            return
-        where = f"{names[0]}, ..." if len(names) > 1 else names[0]
-        message = self._message(share, losses, f" ({where})")
+            return False
+        message = self._message(share, losses, f" ({listed(names, 1)})")
+        if message is None:
+            return False
         if self.policy == "stop":
             raise NonFinite(f"{message}; {ADVICE}")
         LOG.warning("%s; skipped", message)
+        if self.scaler is not None:  # it looks itself, and needs something to look at
+            return True
         for parameter in module.parameters():
             parameter.grad = None
+        return True
 
     def settle(self) -> None:
         """Waits for what is known later.
@@ -77,11 +85,22 @@ class Watch:
         (finite, event, share, losses), self._asked = self._asked, None
         if event is not None:
             event.synchronize()
-        if not bool(finite):
-            raise NonFinite(f"{self._message(share, losses)}; {ADVICE}")
+        if not bool(finite) and (message := self._message(share, losses)) is not None:
+            raise NonFinite(f"{message}; {ADVICE}")
 
-    def _message(self, share: Any, losses: list[tuple[Tensor, int]], where: str = "") -> str:
-        return f"step {share.step + 1}: the gradient is not finite{where}; {self._samples(share, losses)}"
+    def _message(self, share: Any, losses: list[tuple[Tensor, int]], where: str = "") -> str | None:
+        """What is wrong; None: a loss scaler will find a scale at which nothing is.
+
+        Raises:
+            NonFinite: it has found none, so that no step trains anything any more.
+        """
+        samples = self._samples(share, losses)
+        wrong = f"step {share.step + 1}: the gradient is not finite{where}; {samples or 'every loss was finite'}"
+        if self.scaler is None or samples:
+            return wrong
+        if self.scaler.get_scale() < LEAST_SCALE:
+            raise NonFinite(f"{wrong}, at a loss scale of {self.scaler.get_scale():.1g} too; precision=bf16-mixed")
+        return None
 
     def _samples(self, share: Any, losses: list[tuple[Tensor, int]]) -> str:
         turns = [turn for turn, (loss, _) in zip(share.turns, losses, strict=True) if not bool(loss.isfinite())]
@@ -91,8 +110,8 @@ class Watch:
             dist.all_gather_object(parts, found)
             found = [sample for part in parts for sample in part]
         if not found:
-            return "every loss was finite"
-        return f"loss of the samples {', '.join(map(str, found[:8]))}{', ...' * (len(found) > 8)} of the training set"
+            return ""
+        return f"loss of the samples {listed(found, 8)} of the training set"
 
 
 def _on_its_way(flag: Tensor) -> tuple[Tensor, Any]:

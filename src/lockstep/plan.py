@@ -39,6 +39,11 @@ def piece_seed(seed: int, step: int, piece: int) -> int:
     return int(mix(seed, 0xD409, step, piece) >> 1)
 
 
+def batch_seed(seed: int, step: int, piece: int) -> int:
+    """As `piece_seed`, of what a module does to a piece's batch before it computes anything."""
+    return int(mix(seed, 0xBA7C4, step, piece) >> 1)
+
+
 def cuts(samples: int, pieces: int) -> list[int]:
     """Where `samples` in a row are cut into `pieces` parts: `pieces + 1` positions, parts differ by one at most.
 

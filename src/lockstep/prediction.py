@@ -71,6 +71,9 @@ class Predictor(pl.LightningModule):
         super().__init__()
         self.module = module
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.module.on_after_batch_transfer(batch, dataloader_idx)
+
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         x, ids = batch
         return ids, self.module(x).double().softmax(dim=1)

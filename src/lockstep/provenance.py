@@ -1,11 +1,13 @@
-"""What made a run: `provenance.json` and, where tracked files were changed, `git.diff` in its folder."""
+"""What made a run: `provenance.json` and, where its code is not what was committed, `git.diff` in its folder."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ import torch
 from lockstep import slurm
 from lockstep.checks import ROOT
 from lockstep.config import Config
-from lockstep.summary import git_info, versions, write_summary
+from lockstep.summary import git_info, untracked, versions, write_summary
+
+LARGEST = 1 << 20  # bytes of a file that is kept
+
+LOG = logging.getLogger("lockstep")
+SECONDS = 10.0  # that git may take
 
 
 def record(config: Config, fingerprint: str, folder: Path) -> None:
@@ -32,9 +39,30 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
             "machine": _machine(config),
         },
     )
-    if git["dirty"]:
-        diff = subprocess.run(["git", "-C", str(ROOT), "diff", "HEAD"], capture_output=True, timeout=10, check=False)
-        (folder / "git.diff").write_bytes(diff.stdout)
+    (folder / "git.diff").unlink(missing_ok=True)  # of an earlier start
+    if patches := b"".join(_patches()) if git["dirty"] else b"":
+        (folder / "git.diff").write_bytes(patches)
+
+
+def _patches() -> Iterator[bytes]:
+    """What is not committed, for `git apply`: changes of tracked files, and files of src/ and conf/ that git does not
+    know; of a large one, which is no code, its name in the log."""
+    diff = ["git", "-C", str(ROOT), "diff", "--no-ext-diff"]
+    commands = [[*diff, "HEAD"]]
+    for name in untracked():
+        if (ROOT / name).stat().st_size > LARGEST:
+            LOG.warning("%s: untracked, and too large for git.diff", name)
+        else:
+            commands.append([*diff, "--no-index", "--", os.devnull, name])
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            LOG.warning("git.diff is not complete: %s", error)
+            return
+        if done.returncode > 1:  # 1: there are differences
+            LOG.warning("git.diff is not complete: %s", done.stderr.decode(errors="replace").strip())
+        yield done.stdout
 
 
 def _machine(config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import slurm
@@ -19,8 +20,10 @@ from lockstep.atomic import replacing
 from lockstep.checks import ROOT
 from lockstep.config import Config
 from lockstep.layout import Refusal
+from lockstep.workers.environment import is_first
 
 MULTIRUN = {"-m", "--multirun"}
+NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
@@ -37,7 +40,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     if not wanted and slurm.restarted() and config_name == "train":
         runs = _runs(arguments, config_name)
         if sweep := slurm.earlier_sweep(runs, arguments):
-            return [*(flag for flag in arguments if flag.startswith("-")), f"sweep.resume='{sweep}'"]
+            return [*(flag for flag in arguments if flag.startswith("-")), f"sweep.resume={sweep}"]
         run = slurm.earlier_run(runs, arguments) if MULTIRUN.isdisjoint(arguments) else None
         wanted = [str(run)] if run else []
     if not wanted or wanted[-1] in ("null", "None", ""):
@@ -51,13 +54,19 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     before = [str(override) for override in OmegaConf.load(saved)]
     kept = {key(override): override for override in before if key(override) != "resume"}
     kept |= {key(argument): argument for argument in given}
-    return [*kept.values(), f"resume='{checkpoint}'", f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
+    return [
+        *kept.values(), f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"
+    ]  # fmt: skip
 
 
 @contextmanager
 def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
     """While a run goes on, `.hydra` in its folder holds what it goes on with, for the next time; if that is refused,
-    what was there before. Hydra itself would leave the refused values, or half a file when it is killed."""
+    what was there before. Hydra itself would leave the refused values, or half a file when it is killed. Of workers
+    that exist already the first one writes."""
+    if not is_first():
+        yield
+        return
     new = {"config.yaml": cfg, "overrides.yaml": HydraConfig.get().overrides.task}
     files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
     before = {path: path.read_bytes() for path in files if path.exists()}
@@ -75,9 +84,19 @@ def _write(files: Mapping[Path, bytes]) -> None:
             file.write(content)
 
 
+def quoted(path: Path) -> str:
+    """A path as an override's value, whatever characters it has."""
+    return QuotedString(str(path), Quote.single).with_quotes()
+
+
 def key(override: str) -> str:
     """What an override of the command line is about."""
     return override.split("=", 1)[0].lstrip("+~")
+
+
+def given() -> list[str]:
+    """The keys of the command line that the current config was composed with."""
+    return [key(override) for override in HydraConfig.get().overrides.task]
 
 
 def sweeps(override: str) -> bool:
@@ -86,7 +105,7 @@ def sweeps(override: str) -> bool:
 
 
 def _find(wanted: str, given: list[str], config_name: str) -> Path:
-    """The checkpoint that `resume=` means: `last` (of the newest run of this name), a run folder, or a file."""
+    """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
         wanted = str(_newest(given, config_name))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
@@ -98,8 +117,11 @@ def _find(wanted: str, given: list[str], config_name: str) -> Path:
 
 
 def _newest(given: list[str], config_name: str) -> Path:
-    runs = _runs(given, config_name)
-    found = sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    """The run that was saved last: of the name that a command line gives, of all where it says nothing about it."""
+    runs, runs_of = _runs(given, config_name), "*"
+    if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
+        runs, runs_of = runs.parent, "*/*"
+    found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise Refusal(f"resume=last: no run in {runs} has a checkpoint")
     return found[-1].parent.parent
@@ -115,12 +137,12 @@ def _runs(given: Sequence[str], config_name: str) -> Path:
     return Path(config.outputs).absolute() / str(config.name)
 
 
-def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config) -> None:
-    """Compares a checkpoint with what is to go on from it.
+def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
+    """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
 
     Raises:
-        Refusal: it holds the weights of another network, the state of another optimizer, or a place in an epoch of
-            other steps.
+        Refusal: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
+            steps, or more steps.
     """
     sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
     for name in sorted(sizes[0].keys() | sizes[1].keys()):
@@ -128,11 +150,17 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
         if there != here:
             raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
     before = checkpoint.get("lockstep", {}).get("config", {})
+    made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
+    if made is not None and made != now:
+        raise Refusal(f"model._target_={now}: {path} was made by {made}")
     optimizer, batch_size = before.get("optimizer", {}).get("name"), before.get("batch_size", config.batch_size)
     if optimizer is not None and optimizer != config.optimizer.get("name"):
         raise Refusal(f"optimizer={config.optimizer.get('name')}: {path} holds the state of {optimizer}")
     if batch_size != config.batch_size:
         raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
+    if checkpoint["global_step"] > steps:
+        asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+        raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> list[str]:

@@ -16,6 +16,15 @@ from lockstep.exact import ExactSum, alone
 from lockstep.gradients import all_reduce
 
 
+def statistics(module: nn.Module) -> dict[str, Any]:
+    """A module's normalisation layers with running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(getattr(layer, "running_mean", None), Tensor) and getattr(layer, "momentum", 0) is not None
+    }
+
+
 class RunningStats:
     """Keeps the running statistics of all normalisation layers of a module in step.
 
@@ -27,12 +36,7 @@ class RunningStats:
     """
 
     def __init__(self, module: nn.Module, strategy: Any, processes: int, exact: bool = False) -> None:
-        layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if isinstance(getattr(layer, "running_mean", None), Tensor) and getattr(layer, "momentum", 0) is not None
-        }
-        kinds = ("running_mean", "running_var")
+        layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
         self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]

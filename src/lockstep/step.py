@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -17,8 +16,9 @@ from lockstep.heartbeat import beat
 from lockstep.hooks import Hooks, overrides
 from lockstep.memory import Memory
 from lockstep.nonfinite import Watch
-from lockstep.plan import piece_seed
+from lockstep.plan import batch_seed, piece_seed
 from lockstep.running_stats import RunningStats
+from lockstep.strategies.single import now
 
 
 class StepOptimization(_AutomaticOptimization):
@@ -37,6 +37,7 @@ class StepOptimization(_AutomaticOptimization):
         self.graphs = False  # whether networks run as CUDA graphs, whose tensors the next run overwrites
         self.hooks: Hooks
         self._indexed: bool | None = None  # whether `training_step` takes the batch's number
+        self.zeroes_first = False  # before the forward pass: gradients don't lie beside activations
         self._clips = False
         self._zeroed = False
 
@@ -120,24 +121,29 @@ class StepOptimization(_AutomaticOptimization):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Gradients of the mean loss over the whole step's samples; the returned loss is this process's mean."""
         trainer, share = self.trainer, kwargs["batch"]
-        strategy = trainer.strategy
+        strategy, module = trainer.strategy, trainer.lightning_module
         results = trainer.fit_loop.epoch_loop._results
         if self.stats is None:
-            self.stats = RunningStats(trainer.lightning_module, strategy, self.gradients.processes, self.exact)
+            self.stats = RunningStats(module, strategy, self.gradients.processes, self.exact)
             if self.stats.exact is not None and self.resumed:
                 self.stats.exact.exponents = list(self.resumed["statistics"])
         attempt = partial(self._turns, kwargs, zero_grad, backward, self.stats)
         self._zeroed = False
+        before = [buffer.clone() for buffer in module.buffers()] if self.watch.policy == "skip" else []
         share, (losses, extra) = self.memory.take(trainer, share, results, self.gradients, attempt)
+        results.batch_size = share.own  # for hooks that log after the turns
         self.gradients.finish(share)
         self.stats.finish(share)
-        if self.gradients.processes > 1 and share.everyone:
-            strategy.share_logged(results)  # type: ignore[attr-defined]
-        if getattr(trainer.precision_plugin, "scaler", None) is None:  # else infinities are how it finds its scale
-            self.watch.look(trainer.lightning_module, trainer.optimizers[0], share, losses)
-            if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
-                self.watch.settle()
-        return _mean(losses, strategy.root_device), extra
+        if self.gradients.processes > 1:
+            told = strategy.share_logged if share.everyone else strategy.hold_logged  # type: ignore[attr-defined]
+            told(results)
+        self.watch.scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if self.watch.look(module, trainer.optimizers[0], share, losses):
+            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
+                buffer.resize_(value.shape).copy_(value)
+        if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
+            self.watch.settle()
+        return _mean(losses, module), extra
 
     def _turns(
         self, kwargs: OrderedDict[str, Any], zero_grad: Any, backward: Any, stats: RunningStats, share: Any
@@ -149,14 +155,14 @@ class StepOptimization(_AutomaticOptimization):
         extra: dict[str, Any] = {}
         stats.begin(share)
         gradients.begin(share)
-        if not share.turns:
+        if self.zeroes_first or not share.turns:
             self._zero_once(zero_grad)
         for number, turn in enumerate(share.turns):
             beat(share.step, number)
             if self.graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            started = time.perf_counter()
-            batch = trainer.datamodule.finish(turn)  # type: ignore[attr-defined]
+            started = 0.0 if self.timed is None else now(strategy.root_device)
+            batch = self._changed(trainer.datamodule.finish(turn), turn, share.step)  # type: ignore[attr-defined]
             kwargs["batch"] = batch
             results.batch, results.batch_size = batch, None  # what `self.log` takes a mean's weight from
             stats.before(turn)
@@ -170,7 +176,7 @@ class StepOptimization(_AutomaticOptimization):
                 weight = gradients.weight(turn, share)
                 backward(loss if weight == 1 else loss * weight)
             if self.timed is not None and number < len(share.turns) - 1:  # the last one waits for other ranks
-                self._time(turn, time.perf_counter() - started)
+                self._time(turn, now(strategy.root_device) - started)
             gradients.collect(turn)
             stats.after(turn)
             kept = loss.detach()
@@ -182,6 +188,15 @@ class StepOptimization(_AutomaticOptimization):
         kwargs["batch"] = share
         return losses, extra
 
+    def _changed(self, batch: Any, turn: Any, step: int) -> Any:
+        """A turn's batch after the module's own `on_after_batch_transfer`, which mixes images, say."""
+        module = self.trainer.lightning_module
+        if not overrides(module, "on_after_batch_transfer", pl.LightningModule):
+            return batch
+        seeds = [batch_seed(self.seed, step, piece) for piece in turn.pieces]
+        change = partial(module.on_after_batch_transfer, dataloader_idx=0)
+        return self.trainer.strategy.by_piece(change, batch, turn, seeds)  # type: ignore[attr-defined]
+
     def _zero_once(self, zero_grad: Any) -> None:
         """In a step that memory makes anew, gradients are gone already, and Lightning counts these calls."""
         if not self._zeroed:
@@ -190,9 +205,6 @@ class StepOptimization(_AutomaticOptimization):
 
     def _time(self, turn: Any, seconds: float) -> None:
         assert self.timed is not None
-        device = self.trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         for number, part in getattr(self.trainer.strategy, "seconds", {turn.devices[0]: seconds}).items():
             self.timed.setdefault(number, []).append(part)
 
@@ -204,9 +216,9 @@ def _own_gradients(module: torch.nn.Module) -> None:
             parameter.grad = parameter.grad.clone()
 
 
-def _mean(losses: list[tuple[torch.Tensor, int]], device: torch.device) -> torch.Tensor:
+def _mean(losses: list[tuple[torch.Tensor, int]], module: pl.LightningModule) -> torch.Tensor:
     if not losses:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=module.device, dtype=module.dtype)  # type: ignore[arg-type]  # as the others': it may be logged
     if len(losses) == 1:
         return losses[0][0]
     samples = sum(size for _, size in losses)

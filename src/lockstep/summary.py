@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.atomic import replacing
+from lockstep.checks import ROOT
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 
@@ -52,16 +53,27 @@ def versions() -> dict[str, str]:
 
 
 def git_info(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Commit of the code and whether tracked files were changed since; both None outside a repository. Never fails."""
+    """Commit of the code, and whether it is not all of it: tracked files were changed since, or files in `src/` and
+    `conf/` are not tracked. Both None outside a repository. Never fails."""
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    command = ["git", "-C", str(folder or Path(__file__).parent), *describe]
+    command = ["git", "-C", str(folder or ROOT), *describe]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True, env=environment)
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
     commit, _, dirty = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": bool(dirty)}
+    return {"commit": commit, "dirty": bool(dirty or untracked(folder))}
+
+
+def untracked(folder: str | os.PathLike[str] | None = None) -> list[str]:
+    """Files in the project's `src/` and `conf/` that git neither tracks nor ignores. Never fails."""
+    command = ["git", "-C", str(folder or ROOT), "ls-files", "-z", "--others", "--exclude-standard", "src", "conf"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
 
 
 def summary_of(folder: Path) -> dict[str, Any]:

@@ -40,15 +40,17 @@ def check_target(key: str, target: str) -> None:
         )
 
 
-def build(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
+def build(key: str, config: Mapping[str, Any], wanted: Mapping[str, str] | None = None, /, **offers: Any) -> Any:
     """The object that a config names by `_target_`, made from its other keys.
 
     Args:
         key: where the config stands, for messages.
+        wanted: offers that would be missed, each with the key that the user has given.
         offers: further arguments, passed on where the target takes them by name.
 
     Raises:
-        Refusal: the target is not allowed, missing, or does not take an argument that the config gives.
+        Refusal: the target is not allowed, missing, or does not take an argument that the config gives, or a wanted
+            offer.
     """
     options = {name: value for name, value in config.items() if name not in ("_target_", "name")}
     target = str(config.get("_target_"))
@@ -57,14 +59,25 @@ def build(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     if importlib.util.find_spec(module.split(".")[0]) is None:
         raise Refusal(f"{key}._target_={target}: there is no module {module}")
     try:
-        made = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError):
-        raise Refusal(f"{key}._target_={target}: {module} has no {attribute}") from None
+        holder = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            raise Refusal(f"{key}._target_={target}: there is no module {error.name}") from None
+        raise Refusal(f"{key}._target_={target}: {module} imports {error.name}, which is not installed") from None
+    if not hasattr(holder, attribute):
+        raise Refusal(f"{key}._target_={target}: {module} has no {attribute}")
+    made = getattr(holder, attribute)
     takes = _parameters(made)
     for name in options:
         if name not in takes:
             raise Refusal(
                 f"{key}.{name}: {attribute} takes no such option; {unknown(name, sorted(set(takes) - set(offers)))}"
+            )
+    for name, given in (wanted or {}).items():
+        if name not in takes:
+            raise Refusal(
+                f"{given}: {target} takes no {name}, so this would change nothing; leave it out, or give its "
+                f"constructor a parameter {name}"
             )
     arguments = {name: value for name, value in offers.items() if name in takes} | options
     try:

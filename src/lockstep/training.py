@@ -15,18 +15,21 @@ import lightning.pytorch as pl
 from torch.utils.data import Subset
 
 from lockstep import checkpoint_io, fast, logs, provenance
-from lockstep.account import Run, describe, logged
-from lockstep.building import compile_module, make_callbacks, make_data, make_module, make_trainer, total_steps
-from lockstep.callbacks import Agreement, FoundPieces, Heartbeat, Preemption, StandIn
+from lockstep.account import Run, describe
+from lockstep.building import OFFERED, compile_module, make_callbacks, make_data, make_module, make_trainer, total_steps
+from lockstep.callbacks import Agreement, Continuation, FoundPieces, Heartbeat, Preemption, StandIn
 from lockstep.callbacks.found_pieces import kept
 from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config
 from lockstep.data import Splits
 from lockstep.layout import Refusal, counted
+from lockstep.models import ImageClassifier
+from lockstep.nonfinite import NonFinite
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
 from lockstep.workers.environment import restart_count
+from lockstep.workers.process import lost_another
 from lockstep.workers.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
@@ -43,19 +46,20 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         there = counted(len(splits.train), "sample")
         raise Refusal(f"batch_size={config.batch_size}: a step has {there} at most, as many as the training set")
     fast.set_up(config.layout, config.threads, config.allocator)
-    if config.debug.get("one_batch"):
+    if config.debug["one_batch"]:
         splits = replace(splits, train=first_batch(config, splits.train))
     module = make_module(config, splits)
     checkpoint = _checkpoint_to_resume(config, folder)
     resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
     config = replace(config, layout=kept(config, resumed) or config.layout)
     data = make_data(config, splits, rank)
-    callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder)]
-    callbacks += [*pruning(), Preemption(folder)]
+    callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder, module)]
+    callbacks += [*pruning(), Continuation(config.raw), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
-        must_fit(checkpoint, resumed, module.state_dict(), config)
+        must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
+        _optimizer_stays(module, resumed, config)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
     compile_module(config, module, trainer)
     if rank == 0:
@@ -65,6 +69,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             LOG.info(message)
     run = Run(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
+    first = resumed.get("global_step", 0)
     del resumed
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -72,7 +77,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         best = _best(callbacks)
         if splits.test is not None:
             trainer.test(module, datamodule=data, ckpt_path=best, verbose=False)
-            run.metrics.update(logged(trainer))
+            run.tested()
     except Interrupted as interrupted:
         run.fitted()
         run.finish("interrupted", str(interrupted))
@@ -83,7 +88,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        logging.root.error("the run failed", exc_info=error)
+        ours = isinstance(error, Exception) and not isinstance(error, OSError | NonFinite) and not lost_another(error)
+        if checkpoint and not restart_count() and trainer.global_step <= first and ours:  # the run stays what it was
+            if isinstance(error, Refusal):
+                raise
+            logging.root.error("the run can't go on", exc_info=error)
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})") from error
         with suppress(OSError):  # a full disk, say
             run.finish("failed", f"{type(error).__name__}: {error}")
         raise
@@ -114,6 +125,23 @@ def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
         except CheckpointError as error:
             LOG.warning("%s; trying what is older", error)
     return config.resume
+
+
+def _optimizer_stays(module: pl.LightningModule, resumed: dict[str, Any], config: Config) -> None:
+    """Refusal: the config changes an optimizer that the module takes from the checkpoint as it is."""
+    base = ImageClassifier if isinstance(module, ImageClassifier) else pl.LightningModule
+    own = type(module)
+    if own.on_load_checkpoint is not base.on_load_checkpoint:  # it may see to it
+        return
+    if base is ImageClassifier and own.configure_optimizers is base.configure_optimizers:
+        return
+    before = resumed.get("lockstep", {}).get("config", {})
+    kept = {key: before[key] for key in OFFERED if key in before}
+    if changed := differences(kept, {key: config.raw.get(key) for key in kept}):
+        raise Refusal(
+            f"{', '.join(changed)}: a run that goes on takes the optimizer that {own.__name__} makes itself from the "
+            "checkpoint, so this would change nothing; leave it out"
+        )
 
 
 def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from lockstep.callbacks.agreement import Agreement
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
+from lockstep.callbacks.continuation import Continuation
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.found_pieces import FoundPieces
 from lockstep.callbacks.heartbeat import Heartbeat
@@ -15,6 +16,7 @@ __all__ = [
     "Agreement",
     "Checkpoint",
     "Console",
+    "Continuation",
     "Dashboard",
     "FoundPieces",
     "Heartbeat",

@@ -16,7 +16,7 @@ from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
 from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.layout import Refusal
-from lockstep.loop import StepLoop, is_last_step
+from lockstep.loop import StepLoop, validates
 
 log = logging.getLogger("lockstep")
 
@@ -37,6 +37,7 @@ class Checkpoint(LightningCheckpoint):
 
     Attributes:
         seconds: time that training stood still for saving, on this rank.
+        saved: the step after which `last.ckpt` was written last.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Checkpoint(LightningCheckpoint):
         self.record = record or {}
         self.best_score: float | None = None
         self.seconds = 0.0
+        self.saved = -1
         self._best_step = -1
         self._begun = False
         self._validated = -1  # the step after which it was done last
@@ -80,6 +82,7 @@ class Checkpoint(LightningCheckpoint):
         with aside(trainer):
             trainer.save_checkpoint(self.folder / "last.ckpt", weights_only=False)
         self.seconds += time.perf_counter() - start
+        self.saved = trainer.global_step
 
     # --- hooks ---
 
@@ -115,6 +118,7 @@ class Checkpoint(LightningCheckpoint):
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return
         improved = self._improved(trainer)
+        _follow_metrics(trainer)
         if improved or self._due:
             self.save(trainer)
         if improved:
@@ -125,8 +129,7 @@ class Checkpoint(LightningCheckpoint):
         # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
         told = self._validated == trainer.global_step or not self._by_validation
         improved = told and self._improved(trainer)
-        if isinstance(loop := trainer.fit_loop.epoch_loop, StepLoop):
-            loop.follow_metrics()
+        _follow_metrics(trainer)
         self.save(trainer)
         if improved:
             self._publish_best(trainer)
@@ -202,12 +205,6 @@ class Checkpoint(LightningCheckpoint):
         return path if path is not None and path.exists() else None
 
 
-def validates(trainer: Trainer) -> bool:
-    """Whether validation, or an epoch's end, follows the step just taken. A checkpoint waits for it: a run resumed from
-    one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
-    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-        return True
-    if not trainer.enable_validation:
-        return False
-    inside = trainer.check_val_every_n_epoch is None
-    return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)
+def _follow_metrics(trainer: Trainer) -> None:
+    if isinstance(loop := trainer.fit_loop.epoch_loop, StepLoop):
+        loop.follow_metrics()

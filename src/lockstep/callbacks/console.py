@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +16,7 @@ from rich.console import Console as Screen
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.callbacks.throughput import Throughput, find
+from lockstep.checkpoint_io import weights_in_use
 from lockstep.loop import is_last_step
 
 LOG = logging.getLogger("lockstep")
@@ -97,8 +99,10 @@ class Console(Callback):
         }
         if found:
             widths = {name: max(len(name), len(value)) for name, value in found.items()}
-            LOG.info("test  " + "  ".join(name.rjust(widths[name]) for name in found))
-            LOG.info("      " + "  ".join(value.rjust(widths[name]) for name, value in found.items()))
+            path, step = weights_in_use(trainer)
+            title = f"test ({Path(path).name if path else 'last weights'}, step {step})  "
+            LOG.info(title + "  ".join(name.rjust(widths[name]) for name in found))
+            LOG.info(" " * len(title) + "  ".join(value.rjust(widths[name]) for name, value in found.items()))
 
     # --- lines ---
 
@@ -158,7 +162,11 @@ def _epoch(trainer: Trainer) -> str:
 
 def _metrics(values: Mapping[str, Any]) -> str:
     names = [
-        name for name in values if name.split("/")[-1] not in ("correct", "count") and not name.startswith("test/")
+        name
+        for name in values
+        if name.split("/")[-1] not in ("correct", "count")
+        and not name.startswith("test/")
+        and not (name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values)  # Lightning's, of one metric
     ]
     names.sort(key=lambda name: (not name.startswith("train"), not name.startswith("val")))
     return "  ".join(f"{name} {_short(float(values[name]))}" for name in names)

@@ -28,10 +28,11 @@ class Dashboard(Callback):
     after all sums, before clipping) of the step measured; after validation `val/...` and `val_class/<class>`, the
     accuracy of each class. On TensorBoard also `train_by_samples/...` and `val_by_samples/...` against samples seen, by
     which runs with different batch sizes can be compared, and what `first_page` has: the page of curves that matter,
-    start-up line and config as text, the model's graph, a row of the HParams page.
+    start-up line and config as text, the model's graph, a row of the HParams page. Other loggers get the
+    hyper-parameters of that row.
 
     Args:
-        config: resolved config, plain containers; None: no text and no HParams row.
+        config: resolved config, plain containers; None: no text and no hyper-parameters.
         headline: the run in one line; None: no such text.
         histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS.
     """
@@ -59,6 +60,10 @@ class Dashboard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
+        if self.config is not None:
+            for logger in trainer.loggers:
+                if not isinstance(logger, TensorBoardLogger):
+                    logger.log_hyperparams(dict(first_page.hyper_parameters(self.config)))
         for board in boards(trainer):
             with aside(trainer):
                 first_page.write(board.experiment, trainer.global_step, self.config, self.headline)

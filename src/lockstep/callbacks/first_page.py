@@ -28,10 +28,11 @@ LEFT_OUT = (
     "name",
 )  # of the config: no hyper-parameter
 
+FORKED = "(_step|_epoch)?"  # what Lightning adds to a name that is logged both at steps and at epochs' ends
 # Title -> tags (regular expressions); a chart each, all on one page.
 CHARTS = {
-    "loss": ["^train/loss$", "^val/loss$"],
-    "accuracy": ["^train/acc$", "^val/acc$"],
+    "loss": [f"^train/loss{FORKED}$", f"^val/loss{FORKED}$"],
+    "accuracy": [f"^train/acc{FORKED}$", f"^val/acc{FORKED}$"],
     "speed, samples per second": ["^throughput/samples_per_second$"],
     "where a step's time goes, seconds": ["^split/"],
     "speed of each rank, its samples per second of computing": ["^rank_speed/"],

@@ -11,17 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
-from lockstep.callbacks.checkpoint import validates
+from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.loop import validates
 from lockstep.workers.signals import Interrupted, asked, remember
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements
 
 
-class Preemption(pl.Callback):
+class Preemption(LightningCheckpoint):  # which Lightning calls after the others: what they keep is saved too
     """After an optimizer step the ranks agree, about once a second, whether one of them got a signal: one small
-    all-reduce of CPU numbers that also settles after how many steps the next one is due.
+    all-reduce of CPU numbers that also settles after how many steps the next one is due. Where validation or an epoch's
+    end follows the step, the checkpoint waits for it.
 
     Args:
         folder: the run folder; the checkpoint goes to `checkpoints/last.ckpt`.
@@ -29,6 +32,7 @@ class Preemption(pl.Callback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "checkpoints" / "last.ckpt"
+        self.agreed: list[int] = []  # the signals that all ranks know of, until they are answered
         self.ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self.due = self.interval = 1
         self.clock = time.monotonic()
@@ -44,23 +48,22 @@ class Preemption(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.world_size > 1:
-            if trainer.global_step < self.due:
-                return
+        if trainer.world_size == 1:
+            known = len(asked)
+            self.agreed += asked[:known]
+            del asked[:known]
+        elif trainer.global_step >= self.due:
             self._agree(trainer.global_step)
-        if not asked:
-            return
-        if validates(trainer):
-            self.due = trainer.global_step + 1
-            return
-        trainer.save_checkpoint(self.path)
-        trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]  # until it is on the disk
-        ending = next((signum for signum in asked if signum != signal.SIGUSR1), None)
-        asked.clear()
-        if trainer.is_global_zero:
-            why = "asked to end" if ending else "SIGUSR1"  # the parent knows by what
-            LOG.info(f"{why}: saved {self.path.name} after step {trainer.global_step}")
-        self.ending = ending
+        if self.agreed and not validates(trainer):
+            self._answer(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.agreed and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._answer(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.agreed:
+            self._answer(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -68,11 +71,26 @@ class Preemption(pl.Callback):
         if self.ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
             raise Interrupted(self.ending)
 
+    def _answer(self, trainer: pl.Trainer) -> None:
+        """Saves, unless it was done after this step, and takes down what is to follow."""
+        if not any(isinstance(c, Checkpoint) and c.saved == trainer.global_step for c in trainer.checkpoint_callbacks):
+            loop: Any = trainer.fit_loop.epoch_loop
+            loop.follow_metrics()
+            trainer.save_checkpoint(self.path)
+        trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]  # until it is on the disk
+        self.ending = next((signum for signum in self.agreed if signum != signal.SIGUSR1), None)
+        self.agreed.clear()
+        if trainer.is_global_zero:
+            why = "asked to end" if self.ending else "SIGUSR1"  # the parent knows by what
+            LOG.info(f"{why}: saved {self.path.name} after step {trainer.global_step}")
+
     def _agree(self, step: int) -> None:
-        now = time.monotonic()
-        flags = torch.tensor([float(signal.SIGTERM in asked), float(signal.SIGUSR1 in asked), now - self.clock])
+        now, known = time.monotonic(), len(asked)  # what comes during the all-reduce is for the next one
+        mine = asked[:known]
+        flags = torch.tensor([float(signal.SIGTERM in mine), float(signal.SIGUSR1 in mine), now - self.clock])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         end, save, seconds = flags.tolist()
-        asked[:] = [signal.SIGTERM] * bool(end) + [signal.SIGUSR1] * bool(save)
+        del asked[:known]
+        self.agreed += [signal.SIGTERM] * bool(end) + [signal.SIGUSR1] * bool(save)
         self.interval = max(1, min(1000, int(self.interval * SECONDS / max(seconds, 1e-3))))
         self.due, self.clock = step + self.interval, now

@@ -264,5 +264,4 @@ def _samples(batch: Any, world_size: int) -> int:
 
 def _own_samples(batch: Any, samples: int) -> int:
     """Weight of this rank's loss among the ranks': its samples of the step, where it knows them."""
-    turns = getattr(batch, "turns", None)
-    return samples if turns is None else sum(sum(turn.sizes) for turn in turns)
+    return int(getattr(batch, "own", samples))

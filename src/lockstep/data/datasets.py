@@ -29,7 +29,8 @@ class Spec:
         channels: 1 (grey) or 3 (RGB), usually.
         image_size: height and width in pixels.
         classes: names, in the order of the labels.
-        mean: per channel, of pixels in 0..1; uint8 images are normalised with it on the device.
+        mean: per channel, of pixels in 0..1; uint8 images are normalised with it on the device; float ones, which the
+            data set has normalised itself, are shown by it.
         std: likewise.
     """
 
@@ -118,20 +119,19 @@ def fingerprint(dataset: Any) -> str:
     return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
 
 
-def fetch(dataset: Any, ids: Ids, seed: int | None = None, epoch: int = 0) -> Any:
+def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
     """The collated samples `ids` of a map-style dataset.
 
     A dataset whose `__getitems__` returns a list has its items collated; anything else that it returns is the batch.
-    Without `__getitems__`, items are fetched one by one, and with a `seed` random transforms inside the dataset draw
-    from (seed, epoch, sample id): neither worker count nor layout nor resume moves them.
+    Without `__getitems__`, items are fetched one by one, and random transforms inside the dataset draw from (seed,
+    epoch, sample id): neither worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch:
+    each one sees the same.
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     if hasattr(dataset, "__getitems__"):
         found = dataset.__getitems__(ids)
         return default_collate(found) if isinstance(found, list) else found
-    if seed is None:
-        return default_collate([dataset[index] for index in ids.tolist()])
     items = []
     with _random_state_kept():
         for index, key in zip(ids.tolist(), mix(seed, 0x5A3B, epoch, ids).tolist(), strict=True):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import ArrayDataset, fetch
@@ -172,19 +175,42 @@ class ChunkDataset:
         return fetch(self.dataset, np.arange(ids.start, ids.stop))
 
 
-def own_chunks(samples: int, layout: Layout, process: int) -> list[At]:
+def own_chunks(samples: int, layout: Layout, process: int, trains: bool = True) -> list[At]:
     """The run of neighbouring chunks that a process evaluates; empty where there are fewer chunks than processes.
 
     Over all processes every sample is in one chunk. A chunk's size is the same on every layout with the same
-    `batch_size` and `pieces`, since kernels may round differently for batches of another size; 128 samples at least
-    where there are enough, because small ones only cost time; 256 took more memory than a step of 32 in training.
+    `batch_size` and `pieces`, since kernels may round differently for batches of another size. It is a piece's, and in
+    a run that trains up to 128 samples where that is more: small chunks only cost time. But not more than two pieces,
+    which take about what one does in training (peaks measured: resnet18 half of that, mnist_cnn 1.05 of it).
     """
-    size = min(-(-samples // layout.pieces), max(layout.batch_size // layout.pieces, 128))
-    parts = chunks(samples, size)
+    piece = max(1, layout.batch_size // layout.pieces)
+    size = max(piece, min(2 * piece, 128)) if trains else piece
+    parts = chunks(samples, min(-(-samples // layout.pieces), size))
     at = cuts(len(parts), layout.processes)
     return parts[at[process] : at[process + 1]]
 
 
 def streams(dataset: Any) -> bool:
-    """Whether a dataset reads its samples from disk, so that loader processes pay (it says so by `streams = True`)."""
-    return bool(getattr(base(dataset), "streams", False))
+    """Whether loader processes pay: a dataset says so by `streams`, else one does whose samples are made one by one.
+
+    Not where these are at hand in memory. Nor where the dataset holds what processes can't share: of an open file,
+    forked ones would move each other's position, silently.
+    """
+    found = base(dataset)
+    if hasattr(found, "streams"):
+        return bool(found.streams)
+    if hasattr(found, "__getitems__") or isinstance(found, Sequence | TensorDataset):
+        return False
+    try:
+        _Probe(SimpleNamespace(write=len)).dump(found)  # an open file can't be pickled, nor a database's connection
+    except Exception:  # a class of anybody's may raise anything
+        return False
+    return sys.platform == "linux"  # elsewhere processes are not forked, and classes and functions must be found again
+
+
+class _Probe(pickle.Pickler):
+    """Leaves out what forked processes share, and what would take long."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        shared = isinstance(obj, Tensor | np.ndarray | type | FunctionType)
+        return (int, ()) if shared and obj is not int else NotImplemented

@@ -39,6 +39,7 @@ class DataModule(pl.LightningDataModule):
             over its processes, 1 to 8.
         resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.data.resident`.
         budget: bytes that this process may use of the GPU; None: what is free.
+        trains: whether `batch_size` was chosen for training; else for evaluation.
 
     Attributes:
         process: this process's number among `layout.processes`; to be set before loaders are made.
@@ -53,6 +54,7 @@ class DataModule(pl.LightningDataModule):
         num_workers: int | None = None,
         resident: bool | str = "auto",
         budget: float | None = None,
+        trains: bool = True,
     ) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have nothing to predict
@@ -61,6 +63,7 @@ class DataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.resident = resident
         self.budget = budget
+        self.trains = trains
         self._placed: Splits | None = None
         self.process = 0
         self.plan = Plan(len(splits.train), layout.batch_size, layout.pieces, seed)
@@ -104,7 +107,7 @@ class DataModule(pl.LightningDataModule):
     def stand_in(self, split: str) -> bool:
         """Whether this process has no sample of `val` or `test` to evaluate. It then gets one all the same, so that it
         joins every collective, and its result must be forgotten."""
-        return not own_chunks(len(getattr(self.splits, split)), self.layout, self.process)
+        return not self._chunks(getattr(self.splits, split))
 
     def recut(self, share: Share, pieces: int) -> Share:
         """A step's share in another number of pieces, fetched again; it lies where the samples' loader puts it."""
@@ -114,8 +117,10 @@ class DataModule(pl.LightningDataModule):
 
     def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
         dataset = self._set(split)
-        own = own_chunks(len(dataset), self.layout, self.process)
-        return self._loader(ChunkDataset(dataset), ChunkSampler(own or [(0, 1)] * least))
+        return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
+
+    def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
+        return own_chunks(len(dataset), self.layout, self.process, self.trains)
 
     def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
         resident = isinstance(base(dataset.dataset), Resident)
@@ -145,11 +150,16 @@ class DataModule(pl.LightningDataModule):
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch if isinstance(batch, Share) else self._ready(batch)
+        """An evaluation batch as the module sees it; a module's own hook of this name comes last, as in training."""
+        if isinstance(batch, Share):
+            return batch
+        module = self._module()
+        ready = self._ready(batch)
+        return ready if module is None else module.on_after_batch_transfer(ready, dataloader_idx)
 
     def finish(self, turn: Turn) -> Any:
-        """The batch that `training_step` sees: `x` [n, C, H, W] augmented and normalised, in the module's floating
-        dtype, and what the dataset gives beside it (`y`, int64 [n])."""
+        """The batch that `training_step` sees, but for what the module does to it: `x` [n, C, H, W] augmented and
+        normalised, in the module's floating dtype, and what the dataset gives beside it (`y`, int64 [n])."""
         return self._ready(turn.batch, turn.draws)
 
     def _ready(self, batch: Any, draws: Tensor | None = None) -> Any:
@@ -174,8 +184,11 @@ class DataModule(pl.LightningDataModule):
         # Two roundings: a fused one would depend on where in the batch a pixel lies (vector body or scalar tail).
         return images.to(dtype).mul_(scale).add_(shift)
 
+    def _module(self) -> pl.LightningModule | None:
+        return self.trainer.lightning_module if self.trainer is not None else None
+
     def _dtype(self) -> torch.dtype:
-        module = self.trainer.lightning_module if self.trainer is not None else None
+        module = self._module()
         if module is not self._like[0]:  # a walk over its layers takes longer than the rest of `finish`
             parameters = () if module is None else module.parameters()
             self._like = module, next((p for p in parameters if p.is_floating_point()), None)

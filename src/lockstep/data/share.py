@@ -94,6 +94,11 @@ class Share:
         self.everyone = everyone
         self.cut = cut
 
+    @property
+    def own(self) -> int:
+        """Samples that this process computes."""
+        return sum(sum(turn.sizes) for turn in self.turns)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Share:
         """A share whose tensors lie on `device`."""
         return self._with([turn.to(device, non_blocking) for turn in self.turns])

@@ -20,7 +20,8 @@ def build_optimizer(
     Refusal: unknown name or option, or a value that torch does not take.
     """
     if name not in OPTIMIZERS:
-        raise Refusal(f"optimizer={name}: unknown, one of {', '.join(OPTIMIZERS)}")
+        known = ", ".join(OPTIMIZERS)
+        raise Refusal(f"optimizer={name}: unknown, one of {known}; configure_optimizers makes any other: docs/own.md")
     if not 0 <= options.get("momentum", 0) < 1:
         raise Refusal(f"optimizer.momentum={options['momentum']}: at least 0 and below 1")
     trained = [p for p in module.parameters() if p.requires_grad]

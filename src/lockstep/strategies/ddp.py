@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lockstep.layout import Refusal
 from lockstep.strategies.single import PieceMixin
 
 COMMUNICATION_TIMEOUT = timedelta(minutes=5)  # a rank that is silent for longer is taken for dead
@@ -41,6 +47,7 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
         self._shared: dict[str, Tensor] = {}
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
+        self._left: list[tuple[int, int] | None] = []
         if sync_batchnorm:
             self._layer_sync = TorchSyncBatchNorm()
 
@@ -54,12 +61,19 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
         """Whether other parameters are trained than when DDP was made: frozen or unfrozen since."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
+    def remember(self, turns: int) -> None:
+        """Takes down, before DDP's turn, which gradients the `turns` before it have left."""
+        self._left = [_state(p.grad) for p in self._parameters] if turns else [None] * len(self._parameters)
+
     def unreached(self) -> list[str]:
-        """Names of the trained parameters that a backward pass left without a gradient."""
-        if all(p.grad is not None or not p.requires_grad for p in self._parameters):
+        """Names of the trained parameters whose gradient DDP's backward pass left as it was: none, or earlier turns'.
+        One that it reached has been added to, and lies in a bucket."""
+        pairs = zip(self._parameters, self._left, strict=True)
+        missing = {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}
+        if not missing:
             return []
         named = self.lightning_module.named_parameters()  # type: ignore[union-attr]
-        return [name for name, p in named if p.grad is None and p.requires_grad]
+        return [name for name, p in named if id(p) in missing]
 
     def _register_ddp_hooks(self) -> None:
         """Lightning registers hooks on CUDA only; gloo takes them too."""
@@ -93,6 +107,23 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
             if new and result.is_tensor and result.meta.on_step and result.meta.sync.should:
                 self._shared[key] = result._forward_cache = result.meta.sync(result._forward_cache)
 
+    def hold_logged(self, results: dict[str, Any]) -> None:
+        """After a step in which a rank had no turn: it holds what others have logged, without a value, and joins what
+        Lightning starts for that at the epoch's end. One that had a turn in an earlier step of this epoch does already,
+        but the epoch may have gone on from a checkpoint here."""
+        mine = {key: _described(result) for key, result in results.items() if not result.has_reset}
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, mine)
+        for key, (meta, should, rank_zero_only, dtype) in chain.from_iterable(each.items() for each in told):
+            if key not in results:
+                meta.sync = _Sync(fn=self.reduce, _should=should, rank_zero_only=rank_zero_only)
+                result = results[key] = _ResultMetric(meta, is_tensor=dtype is not None).to(self.root_device)
+                if dtype is None:
+                    result.value = self.lightning_module.get_submodule(meta.metric_attribute)  # type: ignore[union-attr]
+                else:
+                    result.value = result.value.to(dtype)
+            results[key].has_reset = False
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Turns inside keep their gradients to this process. The plain module computes them: DDP's forward pass has
@@ -118,6 +149,14 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
             tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._inside:
+            raise Refusal(
+                "strategy=ddp: training_step can't gather from other ranks: these may have fewer pieces, and a step "
+                "would be another one on each layout; gather in validation, or log with sync_dist=True"
+            )
+        return super().all_gather(tensor, group, sync_grads)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._plain("val"):
             return self.lightning_module.validation_step(*args, **kwargs)  # type: ignore[union-attr]
@@ -130,3 +169,19 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
     def _plain(self, stage: str) -> Iterator[None]:
         with getattr(self.precision_plugin, f"{stage}_step_context")():
             yield
+
+
+def _described(result: _ResultMetric) -> tuple[_Metadata, bool, bool, torch.dtype | None]:
+    """What another process needs to make a result like this one: its metadata, how it is shared, its type."""
+    sync = result.meta.sync
+    return (
+        replace(result.meta, _sync=None),
+        sync.should,
+        sync.rank_zero_only,
+        result.value.dtype if result.is_tensor else None,
+    )
+
+
+def _state(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Where a gradient lies and how often it was written to: a reference would keep the memory of what DDP moves."""
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)

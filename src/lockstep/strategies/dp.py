@@ -11,7 +11,6 @@ one thread: CUDA kernels of different devices overlap all the same, because laun
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,10 +20,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lockstep.strategies.single import seed_device
+from lockstep.layout import Refusal, listed
+from lockstep.running_stats import statistics
+from lockstep.strategies.single import StateMixin, now, seed_device
+
+UNTOLD = ("running_mean", "running_var")  # torch's kernels change these without a new version
 
 
-class DataParallel(SingleDeviceStrategy):
+class DataParallel(StateMixin, SingleDeviceStrategy):
     """One process, several devices.
 
     Args:
@@ -38,7 +41,7 @@ class DataParallel(SingleDeviceStrategy):
         super().__init__(device=devices[0])
         self.devices = devices
         self.apart = apart
-        self.seconds: dict[int, float] = {}  # of each device's last forward pass
+        self.seconds: dict[int, float] | None = None  # of each device's last forward pass, where somebody asks
         self._leaves: list[dict[str, Tensor]] = []
         self._turn: tuple[Any, list[int]] | None = None
         self._buffers: list[dict[str, Tensor]] = []
@@ -61,13 +64,32 @@ class DataParallel(SingleDeviceStrategy):
                 "strategy=dp scatters forward(): training_step must call self(x), not a layer of its own"
             )
 
+    def by_piece(self, change: Callable[[Any], Any], batch: Any, turn: Any, seeds: list[int]) -> Any:
+        """A turn's batch, of which each piece has been changed by itself, on the first device."""
+        changed, start = [], 0
+        for seed, size in zip(seeds, turn.sizes, strict=True):
+            seed_device(seed, self.root_device)
+            changed.append(change(_slice(batch, start, size, sum(turn.sizes), self.root_device)))
+            start += size
+        return _gather(changed, self.root_device)
+
     def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
         """What each piece of the turn just computed left in the named buffers, on the first device."""
         return [[found[name].to(self.root_device) for name in names] for found in self._buffers]
 
     def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
-        """The gradient of each piece of the turn just computed, on the first device."""
+        """The gradient of each piece of the turn just computed, on the first device.
+
+        Raises:
+            Refusal: the loss depends on a parameter in another way too, of which no piece has a part.
+        """
         module: Any = self.lightning_module
+        past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
+        if past:
+            raise Refusal(
+                f"strategy=dp exact=true: training_step uses {listed(past)} outside of forward(), where gradients of "
+                "single pieces can't be told apart: use it inside, or strategy=ddp"
+            )
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         found = [[leaves[name].grad for name in names] for leaves in self._leaves]
         return [[None if g is None else g.to(self.root_device) for g in gradients] for gradients in found]
@@ -80,10 +102,13 @@ class DataParallel(SingleDeviceStrategy):
         module: Any = self.lightning_module
         # detached copies would lose their gradients, so parameters go to other devices inside the graph
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        averaged = {f"{name}.{own}" for name, layer in statistics(module).items() for own in layer._buffers}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             assert self._turn is not None
             turn, seeds = self._turn
+            if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
+                raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
             self._scattered = True
             outputs: list[Any] = []
             start = 0
@@ -100,17 +125,31 @@ class DataParallel(SingleDeviceStrategy):
                         self._leaves.append(tensors)
                     own = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
                     self._buffers.append(own)
-                    started = time.perf_counter()
+                    started = 0.0 if self.seconds is None else now(device)
                     seed_device(seeds[len(outputs)], device)
                     piece_args, piece_kwargs = _slice((args, kwargs), start, size, sum(turn.sizes), device)
-                    outputs.append(functional_call(module, {**tensors, **own}, piece_args, piece_kwargs))
+                    versions = {name: buffer._version for name, buffer in own.items() if name not in averaged}
+                    used = {**tensors, **own}  # buffers that are replaced are replaced in here
+                    outputs.append(functional_call(module, used, piece_args, piece_kwargs))
+                    for name, version in versions.items():  # the next piece goes on from there, as on one device
+                        if used[name] is not own[name]:
+                            buffers[name] = _replace(module, name, used[name].detach().to(self.root_device))
+                        elif own[name]._version != version or name.endswith(UNTOLD):
+                            buffers[name].copy_(own[name])
                     start += size
-                    self.seconds[number] = time.perf_counter() - started
+                    if self.seconds is not None:
+                        self.seconds[number] = now(device) - started
             finally:
                 module.forward = scattering
             return _gather(outputs, self.root_device)
 
         return forward
+
+
+def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, buffer)
+    return buffer
 
 
 def _slice(value: Any, start: int, size: int, total: int, device: torch.device) -> Any:
@@ -134,5 +173,5 @@ def _gather(outputs: list[Any], device: torch.device) -> Any:
     if isinstance(first, list | tuple):
         return type(first)(_gather(list(parts), device) for parts in zip(*outputs, strict=True))
     raise TypeError(
-        f"strategy=dp can't gather a {type(first).__name__} from forward(): return tensors, or dicts or lists of them"
+        f"strategy=dp can't gather a {type(first).__name__} from pieces: return tensors, or dicts or lists of them"
     )

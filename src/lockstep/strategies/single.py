@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,15 +13,35 @@ from torch import Tensor, nn
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seeds the generator that layers on `device` draw from."""
+    """Seeds the generator that layers on `device` draw from, and the host's, from which the weights of a mix of images
+    are drawn, say."""
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
-class PieceMixin:
+def now(device: torch.device) -> float:
+    """Seconds, once `device` has done what it was given: launching a kernel takes no time that matters."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class StateMixin:
+    """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's fused
+    optimizers on CPU go through both in the order of storage, unasked."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+class PieceMixin(StateMixin):
     """A turn is one piece, computed by the module itself."""
 
     root_device: torch.device
@@ -31,6 +52,11 @@ class PieceMixin:
         """The context of a turn; `seeds` has one seed for each of its pieces."""
         seed_device(seeds[0], self.root_device)
         yield
+
+    def by_piece(self, change: Callable[[Any], Any], batch: Any, turn: Any, seeds: list[int]) -> Any:
+        """A turn's batch, of which each piece has been changed by itself; `seeds` has one seed for each."""
+        seed_device(seeds[0], self.root_device)
+        return change(batch)
 
     def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
         """What each piece of the turn just computed left in the named buffers."""

@@ -20,7 +20,7 @@ from lockstep import resume
 from lockstep.config import check
 from lockstep.layout import Refusal
 from lockstep.machine import gpu_count
-from lockstep.resume import key, sweeps
+from lockstep.resume import key, quoted, sweeps
 from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
@@ -60,7 +60,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
-    return [*flags, *kept.values(), f"{RESUME}'{folder}'", f"hydra.sweep.dir='{folder}'"]
+    return [*flags, *kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}"]
 
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:

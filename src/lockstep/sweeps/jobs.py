@@ -25,6 +25,7 @@ from lockstep.family import die_with
 from lockstep.interpreter import imported
 from lockstep.launch import start_method
 from lockstep.layout import Refusal
+from lockstep.resume import quoted
 from lockstep.summary import summary_of, write_summary
 from lockstep.workers.environment import STARTED, external_workers
 from lockstep.workers.signals import Interrupted, say_ending
@@ -193,7 +194,7 @@ def prepare(job: Job) -> list[str]:
     """The overrides that the job runs with: it goes on from its folder's checkpoint, or starts there anew."""
     checkpoint = job.folder / "checkpoints" / "last.ckpt"
     if checkpoint.exists():
-        return [*job.overrides, f"resume='{checkpoint}'", "hydra.output_subdir=null"]
+        return [*job.overrides, f"resume={quoted(checkpoint)}", "hydra.output_subdir=null"]
     for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
         shutil.rmtree(job.folder / drawn, ignore_errors=True)
     return job.overrides

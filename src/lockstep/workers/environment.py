@@ -20,6 +20,11 @@ def external_workers() -> int:
     return 0
 
 
+def is_first() -> bool:
+    """Whether no other process exists already, or this one is rank zero among them."""
+    return not external_workers() or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
+
+
 def restart_count() -> int:
     """Times that this worker's group was started again: by the agent, and before that by the parent."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get(RESTARTS, "0"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from datetime import timedelta
@@ -47,6 +48,22 @@ def join_group(layout: Layout) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
 
 
+def join_external() -> None:
+    """Starts the default process group of workers that exist already, unless it runs: several of them are ranks from
+    here on. Lightning would make it without gloo on GPUs, and numbers on the CPU are summed too."""
+    import torch
+    import torch.distributed as dist
+
+    if external_workers() == 1 or dist.is_initialized():
+        return
+    slurm_as_torchrun()
+    gpu = torch.cuda.is_available()
+    if gpu and (number := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():  # who has none is refused later
+        torch.cuda.set_device(number)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=GROUP_TIMEOUT)
+    atexit.register(leave_group)  # not after a run: a second group on the same store meets what is left of the first
+
+
 def serve(address: str) -> TCPStore:
     """A store on a free port: of the loopback device where that is the address, where torch would open all of them."""
     from torch.distributed import TCPStore
@@ -77,15 +94,9 @@ def agree(value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
     """One process's value for all that start a run together: rank zero's among external workers, the first to ask
     among the parents of several machines."""
     if external_workers() > 1:
-        import torch
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            slurm_as_torchrun()
-            gpu = torch.cuda.is_available()
-            if gpu:
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=GROUP_TIMEOUT)
+        join_external()
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep import heartbeat
+from lockstep import heartbeat, logs
 from lockstep.family import die_with, end_children
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write
@@ -45,7 +45,8 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
             _all_forked()
             join_group(layout)
         try:
-            result = work(*args)
+            with logs.failure_told():
+                result = work(*args)
         except Interrupted as interrupted:
             result = Ended(interrupted.code - 128)
         signal.signal(signal.SIGTERM, _leave_soon)
@@ -60,7 +61,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
         if not can_write():  # the message would travel in a file
             print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
-        if _lost_another(error):
+        if lost_another(error):
             time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
         raise
     finally:
@@ -76,7 +77,7 @@ def _leave_soon(signum: int, frame: FrameType | None) -> None:
     timer.start()
 
 
-def _lost_another(error: Exception) -> bool:
+def lost_another(error: BaseException) -> bool:
     """Whether a worker failed only because it lost the connection to another one."""
     from torch.distributed import DistError
 

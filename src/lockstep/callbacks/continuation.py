@@ -1,0 +1,41 @@
+"""What Lightning leaves out of a checkpoint, and a run needs to go on as if it had never ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
+
+
+class Continuation(pl.Callback):
+    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
+
+    Args:
+        config: the run's plain config.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.length = {key: config.get(key) for key in LENGTH}
+        self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trained = {name: parameter.requires_grad for name, parameter in pl_module.named_parameters()}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        now = {name: parameter.requires_grad for name, parameter in pl_module.named_parameters()}
+        changed = {name: trained for name, trained in now.items() if trained != self._trained.get(name)}
+        checkpoint["continuation"] = {"stopped": trainer.should_stop, "length": self.length, "trained": changed}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        saved = checkpoint.get("continuation")
+        if saved is None or trainer.state.fn != "fit":
+            return
+        trainer.should_stop = saved["stopped"] and saved["length"] == self.length
+        for name, trained in saved["trained"].items():
+            pl_module.get_parameter(name).requires_grad_(trained)

@@ -1,0 +1,154 @@
+"""Programs as forks of an interpreter that has imported the libraries, three of a run's four seconds.
+
+The server imports nothing of the project: a program is compiled, imported and run as `python <script>` would, and is a
+process with a session, an environment and an output of its own. What such a program can't show is how long it takes to
+start, what it imports, and what an interpreter takes from its environment (PYTHONPATH, a hash seed of its own).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from pathlib import Path
+
+LIBRARIES = (
+    "hydra._internal.hydra",
+    "lightning.pytorch",
+    "matplotlib.pyplot",
+    "optuna",
+    "torch.distributed.launcher.api",
+    "torch.utils.tensorboard",
+    "torchmetrics.classification",
+    "torchvision",
+)
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def serve(asked: socket.socket) -> None:
+    """Returns in each fork, as the program that it shall run: its arguments, environment and place are set."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else what C++ made looks leaked when an interpreter takes itself apart
+    while True:
+        message, files, _, _ = socket.recv_fds(asked, 1 << 20, 3)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # who waited for a program that has ended
+                pass
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            break
+        for file in files:
+            os.close(file)
+    asked.close()
+    *streams, told = files
+    if program := os.fork():
+        for file in streams:
+            os.close(file)
+        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        os.write(told, f"{code}\n".encode())
+        os._exit(0)
+    os.setsid()
+    os.write(told, f"{os.getpid()}\n".encode())
+    os.close(told)
+    for number, file in enumerate(streams, 1):
+        os.dup2(file, number)
+        os.close(file)
+    arguments, folder, environment = json.loads(message)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    tempfile.tempdir = None
+    sys.argv[:] = arguments
+    sys.path[0] = str(Path(arguments[0]).parent)
+
+
+# --- its client -------------------------------------------------------------------------------------------------------
+
+_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+
+def _asks() -> socket.socket:
+    global _server
+    if _server is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
+        _server = process, ours
+    return _server[1]
+
+
+def close() -> None:
+    """Ends the server; programs that it has started go on."""
+    global _server
+    if _server is not None:
+        process, asks = _server
+        asks.close()
+        process.wait()
+        _server = None
+
+
+class Fork:
+    """A running program; what a test needs of subprocess.Popen[str], whose words it has."""
+
+    def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+        self.args = args
+        pipes = [os.pipe() for _ in range(3)]
+        socket.send_fds(_asks(), [json.dumps([args, str(cwd), env]).encode()], [end for _, end in pipes])
+        for _, end in pipes:
+            os.close(end)
+        *streams, told = (os.fdopen(end, errors="replace") for end, _ in pipes)
+        self.pid = int(told.readline())
+        pool = ThreadPoolExecutor(3)
+        self._end: Future[str] = pool.submit(told.read)
+        self._said = [pool.submit(stream.read) for stream in streams]
+        pool.shutdown(wait=False)
+
+    def poll(self) -> int | None:
+        return int(self._end.result()) if self._end.done() else None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._end.result(timeout)
+            left = [said.result(until and max(0, until - time.monotonic())) for said in self._said]
+        except NotYet:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+        return left[0], left[1]
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    asked = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    serve(asked)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,68 @@
+"""A forked program is what a program of its own interpreter would be, only sooner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import Program, wait_for, workers_of
+
+TOLD = """
+import atexit, json, multiprocessing, os, random, signal, sys, tempfile, threading
+told = {
+    "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(),
+    "variable": os.environ["SAID"], "temporary": tempfile.gettempdir(), "stdin": sys.stdin.read(),
+    "session": os.getsid(0) == os.getpgid(0) == os.getpid(), "threads": threading.active_count(),
+    "signals": [str(signal.getsignal(number)) for number in signal.valid_signals()],
+    "method": multiprocessing.get_start_method(allow_none=True), "parent": multiprocessing.parent_process(),
+    "files": sorted(os.listdir("/proc/self/fd")), "ours": [m for m in sys.modules if m.startswith("lockstep")],
+}
+print(json.dumps(told), "torch" in sys.modules, random.random())
+atexit.register(print, "left")
+sys.exit("no more")
+"""
+
+
+def test_a_program_can_not_tell(tmp_path: Path) -> None:
+    script = tmp_path / "told.py"
+    script.write_text(TOLD)
+    own, *forks = (Program(tmp_path, str(script), fresh=fresh) for fresh in (True, False, False))
+    expected, *found = (
+        program("a=1", env={"SAID": "ü", "TMPDIR": str(tmp_path)}, cwd=tmp_path, ok=False) for program in (own, *forks)
+    )
+    line, _, end = expected.stdout.partition("} ")
+    assert json.loads(line + "}")["variable"] == "ü"
+    assert end.startswith("False")
+    assert (expected.returncode, expected.stderr) == (1, "no more\n")
+    for run in found:
+        assert (run.returncode, run.stderr) == (1, "no more\n")
+        assert run.stdout.partition("} ")[0] == line
+        assert run.stdout.partition("} ")[2].startswith("True")  # the control: it is another way
+        assert run.stdout.endswith("left\n")
+    assert found[0].stdout != found[1].stdout  # random numbers are each one's own
+
+
+def test_a_killed_one_is_told_as_such(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nprint('there', flush=True)\nos.fork()\nopen('there', 'w')\ntime.sleep(60)")
+    program = Program(tmp_path, str(script))
+    process = program.start(cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "there").exists() and workers_of(process), process)
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGKILL)
+    run = program.finish(process, timeout=20)
+    assert (run.returncode, run.stdout) == (-signal.SIGKILL, "there\n")
+    process.kill()  # nobody, by now
+
+
+def test_one_that_fails_says_why(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("def reason():\n    raise KeyError('why')\nreason()")
+    run = Program(tmp_path, str(script))(ok=False)
+    assert run.returncode == 1
+    assert run.stderr.endswith("KeyError: 'why'\n")
+    with pytest.raises(AssertionError, match="exit 1"):
+        Program(tmp_path, str(script))()
