@@ -9,11 +9,13 @@ from lockstep import heartbeat
 
 
 def silent(rank: int, busy: bool, together: Any) -> None:
+    """`busy`: rank zero compiles; else both are silent until they are ended."""
     together.wait()
     heartbeat.join(rank)
-    if busy:
+    if busy and rank == 0:
         heartbeat.compiling(True)
-    time.sleep(6)
-    if busy:
+    time.sleep(5 if busy else 600)
+    together.wait()
+    if busy and rank == 0:
         heartbeat.compiling(False)
     heartbeat.leave()

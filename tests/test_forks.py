@@ -53,7 +53,7 @@ def test_a_killed_one_is_told_as_such(tmp_path: Path) -> None:
     wait_for(lambda: (tmp_path / "there").exists() and workers_of(process), process)
     assert process.poll() is None
     os.killpg(process.pid, signal.SIGKILL)
-    run = program.finish(process, timeout=20)
+    run = program.finish(process)
     assert (run.returncode, run.stdout) == (-signal.SIGKILL, "there\n")
     process.kill()  # nobody, by now
 

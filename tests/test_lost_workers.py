@@ -56,7 +56,7 @@ def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program
 def test_without_a_restart_left_it_ends(run_train: Program) -> None:
     process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=8", "max_epochs=100000")
     strike(run_train, process, 0, signal.SIGSTOP, workers=2)
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "rank 0 was silent for 8 s" in run.summary["error"]
     assert "Traceback" not in run.stderr
@@ -107,7 +107,7 @@ def test_a_long_name_of_the_temporary_folder_does_not_hang_the_loaders(run_train
     """A socket that loader processes hand tensors over by does not fit into such a folder."""
     long = tmp_path / ("long" * 30)
     long.mkdir()
-    run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": str(long)}, timeout=60)
+    run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": str(long)})
 
 
 def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
@@ -115,7 +115,7 @@ def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
     heard = {address for pid in (process.pid, *workers_of(process)) for address in listening(pid)}
     process.send_signal(signal.SIGTERM)
-    assert run_train.finish(process, timeout=60).returncode == 143
+    assert run_train.finish(process).returncode == 143
     assert heard, "the rendezvous listens somewhere"
     assert heard <= {"127.0.0.1", "::1"}
 

@@ -55,7 +55,7 @@ def terminated(program: Program, cluster: Path, *overrides: str, restarts: int =
 
     (checkpoint, *_) = wait_for(saved, process)
     process.send_signal(signal.SIGTERM)
-    run = program.finish(process, timeout=60)
+    run = program.finish(process)
     assert run.returncode == 143, str(run)
     return checkpoint.parent.parent
 
@@ -139,6 +139,6 @@ def as_tasks(program: Program, *overrides: str) -> list[Run]:
         port = free.getsockname()[1]
     job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     tasks = [program.start(*overrides, env={**job, "SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
-    runs = [program.finish(task, timeout=90) for task in tasks]
+    runs = [program.finish(task) for task in tasks]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
     return runs

@@ -73,7 +73,7 @@ def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals, cod
     process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
     os.killpg(process.pid, signum)  # as a terminal's Ctrl-C; jobs have groups of their own and hear it once
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == code, str(run)
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", f"interrupted by {signum.name}")
@@ -100,7 +100,7 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     assert len(cores) == 2
     assert not cores[0] & cores[1]
     process.send_signal(signal.SIGINT)
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == 130, str(run)
     assert run.stderr.count("SIGINT: saving and ending; once more ends at once") == 1
     assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2

@@ -232,7 +232,7 @@ def started(program: Program, *overrides: str) -> Any:
 def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, code: int, layout: str) -> None:
     process = started(run_train, *layout.split())
     process.send_signal(signum)
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == code, str(run)
     assert "Traceback" not in run.stderr
     summary = run.summary
@@ -246,7 +246,7 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
 def test_ctrl_c_in_a_terminal_reaches_the_whole_group(run_train: Program) -> None:
     process = started(run_train, "strategy=ddp", "devices=2")
     os.killpg(process.pid, signal.SIGINT)
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == 130, str(run)
     assert checkpoint(run.folder)["global_step"] == run.summary["steps"]
 
@@ -256,7 +256,7 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     workers = workers_of(process)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
-    run = run_train.finish(process, timeout=60)
+    run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
     assert run.stderr.endswith("error: rank 1 was killed by SIGKILL\n")
