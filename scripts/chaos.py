@@ -13,7 +13,7 @@ A campaign is survived when every run ended with the weights_sha256 and the metr
 with the exit code that its fault calls for and without a traceback, and nothing was left behind: no process (hence no
 port), no temporary file, no folder but the runs' own.
 
-Exit codes: 0 all survived, 1 not. Linux only.
+Exit codes: 0 all survived, 1 not, 130 interrupted. Linux only.
 """
 
 from __future__ import annotations
@@ -102,8 +102,13 @@ def main() -> int:
         for number, (name, choice) in enumerate(layouts.items())
     ]
     print(LINE.format("layout", "fault", "whom", "after", "exit", "what followed"))
-    for campaign in campaigns:
-        campaign.go()
+    try:
+        for campaign in campaigns:
+            campaign.go()
+    except KeyboardInterrupt:
+        shutil.rmtree(work)
+        print("interrupted: nothing is concluded", file=sys.stderr)
+        return 130
     return conclude(campaigns, work)
 
 

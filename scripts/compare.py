@@ -43,12 +43,16 @@ def main() -> int:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     folder = given.to or Path(os.path.commonpath([run.absolute() for run in given.runs])) / "compare"
-    folder.mkdir(parents=True, exist_ok=True)
     console.print(found.table())
     for line in found.remarks():
         console.print(line, markup=False)
-    plots = _plots(found, folder)
-    found.write(folder, plots)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plots = _plots(found, folder)
+        found.write(folder, plots)
+    except OSError as error:
+        print(f"error: {error.filename or folder}: {error.strerror}", file=sys.stderr)
+        return 2
     written = ", ".join(["compare.md", "compare.csv", "compare.json", *plots])
     console.print(f"{os.path.relpath(folder)}: {written}", markup=False, soft_wrap=True)
     return 0

@@ -23,7 +23,7 @@ from trials.distance import difference
 from trials.trial import Outcome, Trial, counted, prepare, run
 
 from lockstep import cli
-from lockstep.checks import ROOT, whole
+from lockstep.checks import ROOT, several, text, whole
 from lockstep.config import check
 from lockstep.data import open_data
 from lockstep.layout import Refusal
@@ -102,10 +102,10 @@ def pairs(net: str, seed: int) -> list[Pair]:
 
 def differences(raw: dict[str, Any], folder: Path) -> None:
     """Runs all pairs, prints the table, writes it with its numbers."""
-    nets = raw.pop("nets")
+    nets = several(text)("nets", raw.pop("nets"))
     steps, test_samples = (whole(1)(key, raw.pop(key)) for key in ("steps", "test_samples"))
-    plan = [(net, pair) for net in nets for pair in pairs(net, raw["seed"])]
     config = check({**raw, **ONE})
+    plan = [(net, pair) for net in nets for pair in pairs(net, config.seed)]
     splits = open_data(config.data, config.data_dir, config.seed)
     splits = replace(splits, val=None, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
     known: dict[str, Outcome] = {}

@@ -67,9 +67,9 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     run = (write_torch if form == "torch" else write_onnx)(model, example, path)
     apart = difference(model, run, spec)
     if not apart <= TOLERANCE:
-        raise RuntimeError(
-            f"{path}: its probabilities differ from the model's by {apart:.1e}, more than {TOLERANCE:.0e}"
-        )
+        path.unlink()
+        more = f"by {apart:.1e}, more than {TOLERANCE:.0e}"
+        raise RuntimeError(f"{path} was not kept: its probabilities differ from the model's {more}")
     about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": apart}
     path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {apart:.1e} on batches of {', '.join(map(str, BATCHES))}")

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from lockstep import cli
 from lockstep.callbacks.throughput import peak_gib
-from lockstep.checks import choice, show, whole
+from lockstep.checks import choice, real, several, show, whole
 from lockstep.config import Config, check
 from lockstep.data import Splits, open_data
 from lockstep.layout import Refusal
@@ -54,12 +54,14 @@ class Point:
 def scaling(raw: dict[str, Any], folder: Path) -> None:
     """Runs every point, prints the table, writes table and plot."""
     own = {key: raw.pop(key) for key in ("over", "strategies", "modes", "repeats")}
-    over = [whole(1)("over", n) for n in own["over"]]
-    strategies = [choice("ddp", "dp")("strategies", name) for name in own["strategies"]]
-    modes = [choice("strong", "weak")("modes", mode) for mode in own["modes"]]
+    over = several(whole(1))("over", own["over"])
+    strategies = several(choice("ddp", "dp"))("strategies", own["strategies"])
+    modes = several(choice("strong", "weak"))("modes", own["modes"])
     repeats = whole(1)("repeats", own["repeats"])
-    if not over or external_workers() or raw["num_nodes"] != 1:
-        raise Refusal(f"over={show(own['over'])}: numbers of devices of one machine, without torchrun")
+    whole(1)("batch_size", raw["batch_size"])  # they grow, so they must be numbers
+    real(above=0)("lr", raw["lr"])
+    if external_workers() or raw["num_nodes"] != 1:
+        raise Refusal(f"over={show(over)}: numbers of devices of one machine, without torchrun")
     plan = [
         (mode, name, n, config_of(raw, mode, name, n, over[0])) for mode in modes for name in strategies for n in over
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -14,6 +17,16 @@ pytestmark = pytest.mark.slow
 def chaos(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--fork", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--fork", "max_epochs=100000"]
+    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: [*tmp_path.rglob("last.ckpt")], process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted: nothing is concluded\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_layout_survives_every_kind_of_fault() -> None:

@@ -16,8 +16,11 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import heartbeat, logs
+from lockstep.config import check
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal, resolve
+from lockstep.library import compose
+from lockstep.runs import run_in_workers
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -84,6 +87,18 @@ def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.Mo
     four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
     with pytest.raises(Refusal, match=r"2 workers exist, .*needs 4: .*devices x num_nodes = 2$"):
         launch(print, layout=four)
+
+
+@pytest.mark.parametrize("asked", ["max_restarts=2", "elastic=true"])
+def test_workers_of_others_are_started_again_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    config = check(dict(compose("strategy=ddp", "devices=2", asked)))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refusal, match=rf"^{asked}: who started these workers starts them again"):
+        run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

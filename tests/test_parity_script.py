@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
     assert not list(run.folder.rglob("*.npz"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+def test_compiled_networks_are_compared_as_such(run_parity: Program, tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    run = run_parity(*TINY, "steps=2", "compile=true", env={"TORCHINDUCTOR_CACHE_DIR": str(kernels)})
+    rows = report(run)["rows"]
+    assert all(row["passed"] for row in rows)
+    assert [row["layout"] for row in rows if row["kind"] == "exact"] == ["1 device", "ddp, 2 devices"]  # dp can't
+    assert list(kernels.rglob("*.so"))
 
 
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:

@@ -174,6 +174,21 @@ def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path) -> None:
     assert run.folders == []
 
 
+def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
+    options = (*TINY, "max_epochs=60", "checkpoint_every=7", "strategy=ddp", "devices=2", "logger=none")
+    undisturbed = Program(tmp_path / "undisturbed")(*options).summary
+    program = Program(tmp_path / "outputs", launcher=(*TORCHRUN, "--max-restarts=1"))
+    process = program.start(*options)
+    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
+    run = program.finish(process)
+    assert run.returncode == 0, str(run)
+    assert (run.summary["status"], run.summary["restarts"]) == ("completed", 1)
+    assert re.search(r"resumes after step \d+", run.stderr)
+    assert run.summary["weights_sha256"] == undisturbed["weights_sha256"]
+
+
 def test_two_machines_share_one_folder(run_train: Program) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import fast, logs
-from lockstep.building import make_module, make_trainer
+from lockstep.building import compile_module, make_module, make_trainer
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import GradientSum
@@ -104,7 +104,9 @@ def block(
     if silent:
         gradients, watch = Silent(trainer.strategy), Watch(config.nonfinite, 1)
         trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
-    trainer.fit(make_module(config, splits), datamodule=data)
+    module = make_module(config, splits)
+    compile_module(config, module, trainer)
+    trainer.fit(module, datamodule=data)
     return [end - start for start, end in itertools.pairwise(clock.ends[WARMUP - 1 :])]
 
 

@@ -100,6 +100,8 @@ def predict(batch_size: int, offered: list[tuple[int, int]], config: Config, mac
             found.append(Choice("single", 1, accumulate, busy, 0.0, mib))
             continue
         found.append(Choice("ddp", devices, accumulate, busy, machine.send(devices), mib))
+        if config.compile:  # which can't go with dp
+            continue
         # dp is one process. A CPU computes its logical devices one after the other; GPUs compute at once, and the first
         # one sends its weights to each of the others in every turn, and gets their gradients.
         alone = busy if gpu else machine.step(1, devices * accumulate)

@@ -8,6 +8,7 @@ import random
 import re
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,16 +58,13 @@ class Campaign:
 
     def go(self) -> None:
         home = self.outputs / "undisturbed"
-        life = Life([*self.job, f"outputs={home}", *self.layouts[0]], self.fork)
-        while life.code is None and not life.ranks():
-            time.sleep(0.01)
-        starting = life.age
-        if life.wait(600) != 0:
-            life.close()
-            raise SystemExit(f"the undisturbed run failed, exit code {life.code}:\n{life.text}")
-        self.seconds = life.age
-        self.starting = starting
-        life.close()
+        with closing(Life([*self.job, f"outputs={home}", *self.layouts[0]], self.fork)) as life:
+            while life.code is None and not life.ranks():
+                time.sleep(0.01)
+            self.starting = life.age
+            if life.wait(600) != 0:
+                raise SystemExit(f"the undisturbed run failed, exit code {life.code}:\n{life.text}")
+            self.seconds = life.age
         self.reference = json.loads(next(home.glob("*/*/summary.json")).read_text())
         while self.faults:
             Run(self, self.outputs / f"run_{self.runs}").go()
@@ -93,7 +91,12 @@ class Run:
         campaign = self.campaign
         target = self.targets[0] if self.targets else None
         refusal = target is not None and identity(newest(target)) in self.damaged
-        life = Life(self._arguments(target), campaign.fork)
+        with closing(Life(self._arguments(target), campaign.fork)) as life:
+            return self._followed(life, target, refusal)
+
+    def _followed(self, life: Life, target: Path | None, refusal: bool) -> bool:
+        """Strikes a life, waits for its end and judges it. Returns whether it was the last."""
+        campaign = self.campaign
         blow = None if refusal else self._strike(life)
         code = life.wait(GRACE if blow and blow.fault.codes else 60 + 20 * campaign.seconds)
         if self.blow:
@@ -113,7 +116,6 @@ class Run:
             self.targets.pop(0)
         elif blow:
             self._what_next(blow)
-        life.close()
         return code == 0 or not (blow or refusal)  # who ended without a reason would do so again
 
     def _arguments(self, target: Path | None) -> list[str]:

@@ -20,7 +20,7 @@ from trials.faults import FAULTS
 from trials.record import Record, Tensors, sensitive
 
 from lockstep import fast, logs
-from lockstep.building import make_module, make_trainer
+from lockstep.building import compile_module, make_module, make_trainer
 from lockstep.callbacks import StandIn
 from lockstep.config import Config, check
 from lockstep.data import DataModule, Splits
@@ -134,6 +134,7 @@ def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> di
     trainer = make_trainer(config, folder, [StandIn(), record])
     if fault is not None:
         FAULTS[fault](trainer, module, data)
+    compile_module(config, module, trainer)
     trainer.fit(module, datamodule=data)
     state = trainer.strategy.lightning_module_state_dict()
     if rank == 0:

@@ -56,6 +56,17 @@ def choice(*names: str) -> Check:
     return check
 
 
+def several(each: Check) -> Check:
+    """A list of values, at least one, each of which passes `each`."""
+
+    def check(key: str, value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or not value:
+            raise Refusal(f"{key}={show(value)}: must be a list, '{key}=[<value>,...]'")
+        return [each(key, one) for one in value]
+
+    return check
+
+
 def accumulation(key: str, value: Any) -> int | str | None:
     """A whole number of at least 1, `auto`, or null."""
     if value == "auto":

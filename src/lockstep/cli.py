@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,7 +77,8 @@ def command(job: Job, config_name: str) -> NoReturn:
             return None
 
     if {"--help", "-h"} & set(sys.argv):
-        print(front_page(config_name))
+        with suppress(BrokenPipeError):  # piped into head, say
+            print(front_page(config_name), flush=True)
         leave(0)
     os.environ[STARTED] = str(began)
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"

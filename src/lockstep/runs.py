@@ -18,6 +18,7 @@ from lockstep.config import Config
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
+from lockstep.workers.environment import external_workers
 from lockstep.workers.signals import Interrupted, ask_to_end, asked
 
 
@@ -27,6 +28,9 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     Raises:
         Refusal, WorkerFailed, Interrupted: as `lockstep.launch.launch`; summary.json then says what ended the run.
     """
+    if external_workers() and (config.max_restarts or config.elastic):
+        wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
+        raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
     before = summary_of(folder)
     try:
         if config.strategy["balance"]:

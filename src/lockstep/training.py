@@ -119,6 +119,8 @@ def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
     """What `resume` names; but a group that was restarted goes on from what it has saved since."""
     for name in ("last.ckpt", "best.ckpt") if restart_count() else ():
         path = folder / "checkpoints" / name
+        if not path.exists():
+            continue
         try:
             checkpoint_io.load(path)
             return str(path)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lockstep.layout import Layout
-from lockstep.workers.environment import external_workers, slurm_as_torchrun
+from lockstep.workers.environment import external_workers, is_first, slurm_as_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -19,33 +19,13 @@ GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; a silent rank is noticed 
 
 
 def join_group(layout: Layout) -> None:
-    """Starts the default process group, on a store of its own.
+    """Starts the default process group of workers that the parent has launched."""
+    import torch
 
-    The agent's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
-    half of the trials. So rank zero opens a fresh one, and tells the others its port through the agent's.
-    """
-    import torch.distributed as dist
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    agent = dist.TCPStore(address, port, is_master=False, timeout=GROUP_TIMEOUT)
-    key = f"lockstep/{os.environ['TORCHELASTIC_RUN_ID']}/{attempt}/port"
-    if rank == 0:
-        store = serve(address)
-        agent.set(key, str(store.port))
-    else:
-        store = dist.TCPStore(
-            address, int(agent.get(key)), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
-        )
-    if layout.accelerator == "gpu":
-        import torch
-
+    gpu = layout.accelerator == "gpu"
+    if gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "cpu:gloo,cuda:nccl" if layout.accelerator == "gpu" else "gloo"
-    if address == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    _join(gpu)
 
 
 def join_external() -> None:
@@ -60,8 +40,50 @@ def join_external() -> None:
     gpu = torch.cuda.is_available()
     if gpu and (number := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():  # who has none is refused later
         torch.cuda.set_device(number)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=GROUP_TIMEOUT)
+    _join(gpu)
     atexit.register(leave_group)  # not after a run: a second group on the same store meets what is left of the first
+
+
+def _join(gpu: bool) -> None:
+    """The default process group, on a store of its own.
+
+    An agent's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
+    half of the trials. So rank zero opens a fresh one, and tells the others its port through the agent's.
+    """
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    agent = _agents_store()
+    if agent is None:
+        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        return
+    rank, world, address = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    key = f"{_run()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/port"
+    if rank == 0:
+        store = serve(address)
+        agent.set(key, str(store.port))
+    else:
+        store = dist.TCPStore(
+            address, int(agent.get(key)), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
+        )
+    if address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+
+
+def _agents_store() -> TCPStore | None:
+    """The store of the agent that started this worker, which outlives a group; None where rank zero must keep one."""
+    from torch.distributed import TCPStore
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=GROUP_TIMEOUT)
+
+
+def _run() -> str:
+    """Where in an agent's store its workers' keys are."""
+    return f"lockstep/{os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 def serve(address: str) -> TCPStore:
@@ -91,12 +113,16 @@ def loopback() -> str:
 
 
 def agree(value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
-    """One process's value for all that start a run together: rank zero's among external workers, the first to ask
-    among the parents of several machines."""
-    if external_workers() > 1:
+    """One process's value for all that start a run together: rank zero's among external workers, and that of their
+    first start when torchrun starts them again; the first to ask among the parents of several machines."""
+    if external_workers():
+        join_external()
+        if is_first() and (agent := _agents_store()):
+            value = agent.compare_set(f"{_run()}/agreed", "", value).decode()
+        if external_workers() == 1:
+            return value
         import torch.distributed as dist
 
-        join_external()
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
