@@ -39,6 +39,13 @@ OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), "lr") | {
     "optimizer": "optimizer",
     "scheduler": "scheduler",
 }
+# Hooks of a LightningModule for which steps made of pieces have no place.
+REFUSED = dict.fromkeys(
+    ("on_before_batch_transfer", "transfer_batch_to_device"),
+    "would see a whole step instead of a batch; on_after_batch_transfer gets each piece's",
+) | dict.fromkeys(
+    ("train_dataloader", "val_dataloader", "test_dataloader"), "would not be asked; data=... is trained on"
+)
 
 
 def total_steps(config: Config, samples: int) -> int:
@@ -65,23 +72,14 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
         scheduler=config.scheduler,
         total_steps=total_steps(config, len(splits.train)),
     )
+    named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
-        raise Refusal(f"model._target_={config.model['_target_']}: not a LightningModule")
-    for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
+        raise Refusal(f"{named}: not a LightningModule")
+    for hook, why in REFUSED.items():
         if overrides(module, hook, pl.LightningModule):
-            raise Refusal(
-                f"model._target_={config.model['_target_']}: its {hook} would see a whole step instead of a batch; "
-                "on_after_batch_transfer gets each piece's"
-            )
-    for hook in ("train_dataloader", "val_dataloader", "test_dataloader"):
-        if overrides(module, hook, pl.LightningModule):
-            raise Refusal(
-                f"model._target_={config.model['_target_']}: its {hook} would not be asked; data=... is trained on"
-            )
+            raise Refusal(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
-        raise Refusal(
-            f"model._target_={config.model['_target_']}: with manual optimization a step can't be cut in pieces"
-        )
+        raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
     module.configure_optimizers = partial(_one_optimizer, module.configure_optimizers)  # type: ignore[method-assign]
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
@@ -94,12 +92,12 @@ def _one_optimizer(configure: Callable[[], Any]) -> Any:
     """What a module's own `configure_optimizers` returns. Lightning would train nothing without an optimizer, and of
     several advise to step them by hand."""
     found = configure()
-    listed = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
-    if len(listed) == 2 and isinstance(listed[0], list):  # optimizers and schedules
-        listed = listed[0]
-    if len(listed) != 1:
+    optimizers = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    if len(optimizers) == 2 and isinstance(optimizers[0], list):  # and schedules
+        optimizers = optimizers[0]
+    if (number := len(optimizers)) != 1:
         raise Refusal(
-            f"configure_optimizers returned {len(listed) or 'no'} optimizer{'s' * (len(listed) != 1)}: a step has one; "
+            f"configure_optimizers returned {number or 'no'} optimizer{'s' * (number != 1)}: a step has one; "
             "what is trained otherwise is a parameter group of it, what is not trained is frozen by "
             "requires_grad_(False)"
         )

@@ -217,8 +217,8 @@ def _own_gradients(module: torch.nn.Module) -> None:
 
 
 def _mean(losses: list[tuple[torch.Tensor, int]], module: pl.LightningModule) -> torch.Tensor:
-    if not losses:
-        return torch.zeros((), device=module.device, dtype=module.dtype)  # type: ignore[arg-type]  # as the others': it may be logged
+    if not losses:  # it may be logged, with the others'
+        return torch.zeros((), device=module.device, dtype=module.dtype)  # type: ignore[arg-type]
     if len(losses) == 1:
         return losses[0][0]
     samples = sum(size for _, size in losses)

@@ -21,13 +21,12 @@ class Continuation(pl.Callback):
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trained = {name: parameter.requires_grad for name, parameter in pl_module.named_parameters()}
+        self._trained = _trained(pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        now = {name: parameter.requires_grad for name, parameter in pl_module.named_parameters()}
-        changed = {name: trained for name, trained in now.items() if trained != self._trained.get(name)}
+        changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
         checkpoint["continuation"] = {"stopped": trainer.should_stop, "length": self.length, "trained": changed}
 
     def on_load_checkpoint(
@@ -39,3 +38,7 @@ class Continuation(pl.Callback):
         trainer.should_stop = saved["stopped"] and saved["length"] == self.length
         for name, trained in saved["trained"].items():
             pl_module.get_parameter(name).requires_grad_(trained)
+
+
+def _trained(module: pl.LightningModule) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
