@@ -69,25 +69,18 @@ def test_a_run_imports_nothing_that_it_does_not_need(tmp_path: Path, recipe: tup
     assert not imported & needless
 
 
-def test_what_is_put_off_comes_when_a_user_asks(tmp_path: Path) -> None:
-    use = (
-        'import scipy.signal as s; print("\\nUSED", s.hamming(3).size, s.convolve([1, 2], [1, 2]).tolist(), flush=True)'
-    )
-    assert "USED 3 [1, 4, 4]" in command(tmp_path, after=use)
-
-
-def test_a_worker_collects_garbage_and_its_command_does_not_while_it_imports(tmp_path: Path) -> None:
+def test_what_is_put_off_comes_when_it_is_asked_for(tmp_path: Path) -> None:
+    """A module, garbage collection, exit handlers."""
     printed = command(
         tmp_path,
-        before='print("IMPORTING", gc.isenabled(), flush=True)',
-        after='print("\\nTRAINED", gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)',
+        before='print("IMPORTING", gc.isenabled(), flush=True); atexit.register(print, "HANDLED")',
+        after=(
+            'print("\\nTRAINED", gc.isenabled(), gc.get_freeze_count() > 100_000); import scipy.signal as s; '
+            'print("USED", s.hamming(3).size, s.convolve([1, 2], [1, 2]).tolist(), flush=True)'
+        ),
     )
-    assert "IMPORTING False" in printed
-    assert "TRAINED True True" in printed
-
-
-def test_exit_handlers_of_a_command_run(tmp_path: Path) -> None:
-    assert "HANDLED" in command(tmp_path, before='atexit.register(print, "HANDLED")')
+    for said in ("IMPORTING False", "TRAINED True True", "USED 3 [1, 4, 4]", "HANDLED"):
+        assert said in printed
 
 
 def test_leaving_loses_nothing(tmp_path: Path) -> None:
