@@ -86,20 +86,28 @@ def test_what_is_put_off_comes_when_it_is_asked_for(tmp_path: Path) -> None:
 def test_leaving_loses_nothing(tmp_path: Path) -> None:
     program = f"""
         import atexit, logging, logging.handlers, sys, threading, time
+        from concurrent.futures import ThreadPoolExecutor
         from lockstep.interpreter import leave
         kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
         kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
         atexit.register(print, "handled")
         threading.Thread(target=lambda: (time.sleep(0.2), print("threaded"))).start()
+        pool = ThreadPoolExecutor(1)  # whose thread would wait for more for ever
+        pool.submit(print, "pooled").result()
         print("written", end=" ")
         leave(7)
     """
     path = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout.split() == ["written", "threaded", "handled"]
+    assert done.stdout.split() == ["pooled", "written", "threaded", "handled"]
     assert (tmp_path / "log").read_text().strip() == "logged"
 
 
