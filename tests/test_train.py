@@ -189,13 +189,49 @@ def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
     assert run.summary["weights_sha256"] == undisturbed["weights_sha256"]
 
 
-def test_two_machines_share_one_folder(run_train: Program) -> None:
+def test_a_sweep_of_torchruns_workers(tmp_path: Path) -> None:
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)("-m", *SHORT, "strategy=ddp", "devices=2", "seed=0,1")
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
+    told = [line.split(" in ")[0] for line in run.stderr.splitlines() if line.startswith("[")]
+    assert told == ["[1 of 2] job 0 completed", "[2 of 2] job 1 completed"]
+
+
+def two_machines(program: Program, *options: str) -> list[Any]:
+    """A program's start on two machines, which are this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = (*SHORT, "strategy=ddp", "num_nodes=2", f"rdzv_endpoint=127.0.0.1:{port}")
-    processes = [run_train.start(*options) for _ in range(2)]
+    return [program.start(*options, "num_nodes=2", f"rdzv_endpoint=127.0.0.1:{port}") for _ in range(2)]
+
+
+def test_several_runs_on_two_machines(run_train: Program) -> None:
+    runs = [run_train.finish(p) for p in two_machines(run_train, "-m", *SHORT, "strategy=ddp", "seed=0,1")]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    assert [summary_of(job)["status"] for job in runs[0].jobs] == ["completed"] * 2
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_together(
+    run_train: Program, tmp_path: Path
+) -> None:
+    """The late one's agent starts its worker again because the other one did, which torch does not count."""
+    options = (*TINY, "max_epochs=60", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=2").summary
+    processes = two_machines(run_train, *options, "max_restarts=1")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), processes[0])
+    (one,), (other,) = map(workers_of, processes)
+    os.kill(other, signal.SIGSTOP)
+    os.kill(one, signal.SIGKILL)
+    wait_for(lambda: ended(other), processes[1])
     runs = [run_train.finish(process) for process in processes]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    (folder,) = {folder for run in runs for folder in run.folders}
+    assert "resumes after step" in (folder / "train.log").read_text()
+    assert summary_of(folder)["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_two_machines_share_one_folder(run_train: Program) -> None:
+    runs = [run_train.finish(process) for process in two_machines(run_train, *SHORT, "strategy=ddp")]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
     assert "on 2 devices, 1 each of 2 nodes" in runs[0].stderr + runs[1].stderr
     summary = assert_contract(runs[0].folder, steps=6, test_count=40)

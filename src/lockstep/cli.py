@@ -30,7 +30,7 @@ from lockstep.later import import_later
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
-from lockstep.workers.environment import STARTED
+from lockstep.workers.environment import STARTED, external_workers
 from lockstep.workers.group import agree
 from lockstep.workers.signals import Interrupted
 
@@ -66,6 +66,9 @@ def command(job: Job, config_name: str) -> NoReturn:
             with resume.recorded(cfg, folder, BAD_INPUT) if goes_on else nullcontext():
                 return job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
         except Exception as error:
+            if sweeping and external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
+                print(f"error: {line(error, config_name)}", file=sys.stderr)
+                leave(FAILED)
             if sweeping:  # the sweep tells of it, from its own process
                 conclude(folder, "failed", line(error, config_name))
                 if full:
@@ -107,6 +110,13 @@ def command(job: Job, config_name: str) -> NoReturn:
             traceback.print_exception(error)
     print(f"error: {line(errors[0], config_name)}", file=sys.stderr)
     leave(FAILED if composed and not isinstance(errors[0], BAD_INPUT) else REFUSED)
+
+
+def all_know(error: Exception) -> bool:
+    """Whether what ended a run ended it on all ranks alike."""
+    from lockstep.nonfinite import NonFinite
+
+    return isinstance(error, Refusal | NonFinite)
 
 
 def keyed(arguments: list[str]) -> list[str]:
@@ -213,4 +223,4 @@ def register_resolvers() -> None:
 def _stamp(num_nodes: Any, endpoint: Any, strategy: str) -> str:
     """The name of a run's folder: its start time, the same on all processes that start it together."""
     check_nodes(num_nodes, endpoint, strategy)
-    return agree(datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f"), num_nodes, endpoint)
+    return agree("stamp", datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f"), num_nodes, endpoint)

@@ -106,6 +106,7 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
 
     parent, busy = os.getpid(), time.monotonic()
     others = _children(parent) or set()  # that are nothing to the agent
+    whose = "" if alone else " of this machine"
     compiled = 0.0  # when a worker was last seen to compile
 
     def watch() -> None:
@@ -134,7 +135,9 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
                 compiled = time.time()
             step, _, _, when, rank, pid = min(rows)
             if looked - max(when, compiled) > timeout:  # not the time now: a machine may be suspended in here
-                found[pid] = f"rank {rank} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
+                found[pid] = (
+                    f"rank {rank}{whose} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
+                )
                 print(found[pid], file=sys.stderr)
                 table[rank] = 0
                 table[:, 0] = np.where(table[:, 0] > 0, time.time(), 0)  # those that waited for it get their time anew

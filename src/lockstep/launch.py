@@ -9,6 +9,7 @@ then runs in place.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -33,6 +34,7 @@ from lockstep.workers.environment import RESTARTS, environment_kept, external_wo
 from lockstep.workers.group import LOOPBACK, join_external
 from lockstep.workers.signals import Interrupted, forwarding
 
+_met = itertools.count()  # launches over several machines: a rendezvous is closed when its workers have ended
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
 
 
@@ -98,11 +100,12 @@ def launch(
         _steps_told(),
         _cursor_shown(),
     ):
+        known = f"{rdzv_endpoint}/{next(_met)}" if rdzv_endpoint else uuid.uuid4().hex
         config = LaunchConfig(
             min_nodes=min_nodes or layout.num_nodes,
             max_nodes=layout.num_nodes,
             nproc_per_node=workers,
-            run_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, rdzv_endpoint)) if rdzv_endpoint else uuid.uuid4().hex,
+            run_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, known)),
             rdzv_backend="c10d" if rdzv_endpoint else rendezvous.NAME,
             rdzv_endpoint=rdzv_endpoint or LOOPBACK,
             max_restarts=max_restarts,
@@ -139,7 +142,7 @@ def _steps_told() -> Iterator[None]:
     """Workers that are killed write no summary: who hears of it hears too how far they were."""
     try:
         yield
-    except (Interrupted, WorkerFailed) as ended:
+    except (Interrupted, WorkerFailed, Refusal) as ended:
         ended.steps = heartbeat.steps()
         raise
 

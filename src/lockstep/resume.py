@@ -21,6 +21,7 @@ from lockstep.checks import ROOT
 from lockstep.config import Config
 from lockstep.layout import Refusal
 from lockstep.workers.environment import is_first
+from lockstep.workers.group import agree
 
 MULTIRUN = {"-m", "--multirun"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
@@ -107,7 +108,7 @@ def sweeps(override: str) -> bool:
 def _find(wanted: str, given: list[str], config_name: str) -> Path:
     """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
-        wanted = str(_newest(given, config_name))
+        wanted = agree("resumed", str(_newest(given, config_name)), 1, None)
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
@@ -124,7 +125,10 @@ def _newest(given: list[str], config_name: str) -> Path:
     found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise Refusal(f"resume=last: no run in {runs} has a checkpoint")
-    return found[-1].parent.parent
+    folders = [path.parent.parent for path in found]
+    if slurm.restarted():  # others may have saved since
+        folders = [folder for folder in folders if slurm.ours(folder)] or folders
+    return folders[-1]
 
 
 def _runs(given: Sequence[str], config_name: str) -> Path:

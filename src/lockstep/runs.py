@@ -19,6 +19,7 @@ from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
 from lockstep.workers.environment import external_workers
+from lockstep.workers.process import lost_another
 from lockstep.workers.signals import Interrupted, ask_to_end, asked
 
 
@@ -38,7 +39,9 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         if config.accumulate_grad_batches == "auto":
             config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
-    except Refusal:
+    except Refusal as refusal:
+        if refusal.steps > before.get("steps", 0):  # a file that one rank can't read, say
+            _conclude(config, splits, folder, before, refusal)
         raise
     except BaseException as error:
         _conclude(config, splits, folder, before, error)
@@ -102,6 +105,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
     written, steps = summary_of(folder), getattr(error, "steps", 0)
+    if external_workers() and lost_another(error) and written != before and written.get("status") == "failed":
+        return  # the one that was lost has told why
     if not written or (written == before and steps):
         written = summarise(config, folder, status, None) | progress(config, len(splits.train), steps)
     with suppress(OSError):  # a full disk, say: what ended the run is the error to be told

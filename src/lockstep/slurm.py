@@ -28,7 +28,7 @@ def earlier_run(runs: Path, overrides: Sequence[str]) -> Path | None:
     for checkpoint in runs.glob("*/checkpoints/last.ckpt"):
         folder = checkpoint.parent.parent
         with suppress(OSError, ValueError):
-            if _ours(folder) and _plain(OmegaConf.load(folder / ".hydra" / "overrides.yaml")) == _plain(overrides):
+            if ours(folder) and _plain(OmegaConf.load(folder / ".hydra" / "overrides.yaml")) == _plain(overrides):
                 found.append((checkpoint.stat().st_mtime, folder))
     return max(found)[1] if found else None
 
@@ -39,13 +39,16 @@ def earlier_sweep(runs: Path, overrides: Sequence[str]) -> Path | None:
     for record in runs.glob("sweeps/*/multirun.yaml"):
         with suppress(OSError, ValueError, AttributeError):
             same = _plain(OmegaConf.load(record).hydra.overrides.task) == _plain(overrides)
-            if same and any(_ours(made.parent) for made in record.parent.glob("*/provenance.json")):
+            if same and any(ours(made.parent) for made in record.parent.glob("*/provenance.json")):
                 found.append((record.stat().st_mtime, record.parent))
     return max(found)[1] if found else None
 
 
-def _ours(folder: Path) -> bool:
-    return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == job())
+def ours(folder: Path) -> bool:
+    """Whether this job has made or resumed the run in `folder`."""
+    with suppress(OSError, ValueError):
+        return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == job())
+    return False
 
 
 def _plain(overrides: Iterable[object]) -> list[str]:

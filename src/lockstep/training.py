@@ -28,7 +28,8 @@ from lockstep.models import ImageClassifier
 from lockstep.nonfinite import NonFinite
 from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
-from lockstep.workers.environment import restart_count
+from lockstep.summary import summary_of
+from lockstep.workers.environment import external_workers, restart_count
 from lockstep.workers.process import lost_another
 from lockstep.workers.signals import Interrupted
 
@@ -54,7 +55,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     config = replace(config, layout=kept(config, resumed) or config.layout)
     data = make_data(config, splits, rank)
     callbacks = [StandIn(), Heartbeat(), Agreement(), *make_callbacks(config, splits, folder, module)]
-    callbacks += [*pruning(), Continuation(config.raw), Preemption(folder)]
+    callbacks += [*pruning(), Continuation(config.raw, folder), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
@@ -95,8 +96,10 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             logging.root.error("the run can't go on", exc_info=error)
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})") from error
-        with suppress(OSError):  # a full disk, say
-            run.finish("failed", f"{type(error).__name__}: {error}")
+        told = external_workers() and lost_another(error) and summary_of(folder).get("status") == "failed"
+        if not told:  # by the one that was lost
+            with suppress(OSError):  # a full disk, say
+                run.finish("failed", f"{type(error).__name__}: {error}")
         raise
     return run.finish("completed", None)
 

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+
+from lockstep.atomic import same_file
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
 
 
 class Continuation(pl.Callback):
-    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
+    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began. The
+    checkpoint that it goes on from becomes its last one: a group that is started again goes on from there too.
 
     Args:
         config: the run's plain config.
+        folder: the run folder.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        self.last = folder / "checkpoints" / "last.ckpt"
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        used = Path(trainer.ckpt_path or self.last)
+        if used != self.last and used.parent == self.last.parent and trainer.is_global_zero:
+            same_file(used, self.last)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

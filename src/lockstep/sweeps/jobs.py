@@ -28,6 +28,7 @@ from lockstep.layout import Refusal
 from lockstep.resume import quoted
 from lockstep.summary import summary_of, write_summary
 from lockstep.workers.environment import STARTED, external_workers
+from lockstep.workers.group import of_rank_zero
 from lockstep.workers.signals import Interrupted, say_ending
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -113,7 +114,7 @@ def run_jobs(
             each.started = time.monotonic()
             os.environ[STARTED] = str(time.time())
             start(each)
-            ended(each, summary_of(each.folder))
+            ended(each, of_rank_zero(summary_of(each.folder)))
         return
     import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
 

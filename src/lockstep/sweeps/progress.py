@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.sweeps.jobs import ENDED_WELL, Job
+from lockstep.workers.environment import is_first
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Progress:
         if left := self.total - self.done:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
+        if not is_first():
+            return
         print(" | ".join(parts), file=sys.stderr, flush=True)
         if status not in ENDED_WELL:
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from lockstep.sweeps.progress import Progress
 from lockstep.sweeps.results import write_results
 from lockstep.sweeps.study import Study
 from lockstep.sweeps.trial import Trial, optuna
+from lockstep.workers.environment import external_workers
 
 
 def search(config: DictConfig, context: HydraContext, task: TaskFunction, given: Sequence[str]) -> None:
@@ -34,6 +35,8 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     Raises:
         Refusal: Optuna is missing, nothing is to be searched, or the study can't be opened.
     """
+    if external_workers() > 1 or config.num_nodes > 1:
+        raise Refusal("sweep=optuna: each of several workers or machines would draw jobs of its own; start it on one")
     setup_globals()
     sweep = options.check("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     parsed = {override.key_or_group: override for override in _parser(context).parse_overrides(list(given))}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.layout import Layout
 from lockstep.workers.environment import external_workers, is_first, slurm_as_torchrun
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; a silent rank is noticed earlier, and named (lockstep.heartbeat)
 
 
@@ -48,7 +50,8 @@ def _join(gpu: bool) -> None:
     """The default process group, on a store of its own.
 
     An agent's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
-    half of the trials. So rank zero opens a fresh one, and tells the others its port through the agent's.
+    half of the trials. So rank zero opens a fresh one, tells the others its port through the agent's, and counts: an
+    agent that starts its workers again because another machine's did counts nothing, and all must know that they go on.
     """
     import torch.distributed as dist
 
@@ -58,17 +61,32 @@ def _join(gpu: bool) -> None:
         dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
         return
     rank, world, address = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    key = f"{_run()}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/port"
     if rank == 0:
         store = serve(address)
-        agent.set(key, str(store.port))
+        store.set("groups", str(agent.add(f"{_run()}/groups", 1)))
+        agent.set(f"{_run()}/port", str(store.port))
     else:
         store = dist.TCPStore(
-            address, int(agent.get(key)), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
+            address, _port(agent, address), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
         )
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(store.get("groups")) - 1)
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+
+
+def _port(agent: TCPStore, address: str) -> int:
+    """That of rank zero's store, as soon as somebody listens: what is told first may be a port of a group that died."""
+    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while True:
+        port = int(agent.get(f"{_run()}/port"))
+        try:
+            socket.create_connection((address, port), timeout=10).close()
+            return port
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _agents_store() -> TCPStore | None:
@@ -112,23 +130,29 @@ def loopback() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def agree(value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
-    """One process's value for all that start a run together: rank zero's among external workers, and that of their
-    first start when torchrun starts them again; the first to ask among the parents of several machines."""
+def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
+    """One process's value of `what` for all that start a run together: rank zero's among external workers, and that of
+    their first start when torchrun starts them again; the first to ask among the parents of several machines."""
     if external_workers():
         join_external()
         if is_first() and (agent := _agents_store()):
-            value = agent.compare_set(f"{_run()}/agreed", "", value).decode()
-        if external_workers() == 1:
-            return value
-        import torch.distributed as dist
-
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+            value = agent.compare_set(f"{_run()}/{what}", "", value).decode()
+        return of_rank_zero(value)
     if num_nodes > 1 and rdzv_endpoint:
         return _first(value, rdzv_endpoint)
     return value
+
+
+def of_rank_zero(value: T) -> T:
+    """Rank zero's value, where several workers exist already; else the value."""
+    if external_workers() <= 1:
+        return value
+    import torch.distributed as dist
+
+    join_external()
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 _stores: list[Any] = []  # the agreement's store lives as long as this process: other machines may come later

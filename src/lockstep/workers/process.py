@@ -13,10 +13,9 @@ from types import FrameType
 from typing import Any
 
 from lockstep import heartbeat, logs
-from lockstep.family import die_with, end_children
+from lockstep.family import alive, die_with, end_children
 from lockstep.layout import Layout, Refusal
 from lockstep.scratch import can_write
-from lockstep.workers.environment import restart_count
 from lockstep.workers.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.workers.signals import Interrupted, asked, remember
 
@@ -41,7 +40,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     die_with(parent)
     heartbeat.join(int(os.environ["LOCAL_RANK"]))
     try:
-        if int(os.environ["WORLD_SIZE"]) > 1:
+        if int(os.environ["WORLD_SIZE"]) > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
             _all_forked()
             join_group(layout)
         try:
@@ -88,9 +87,9 @@ def _all_forked() -> None:
     """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
     store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
     locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = Path(os.environ[heartbeat.VARIABLE]).with_name(f"forked{restart_count()}")
+    gate = Path(os.environ[heartbeat.VARIABLE]).with_name("forked")
     gate.mkdir(exist_ok=True)
-    (gate / os.environ["LOCAL_RANK"]).touch()
+    (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
-    while len(os.listdir(gate)) < int(os.environ["LOCAL_WORLD_SIZE"]) and time.monotonic() < deadline:
+    while sum(map(alive, os.listdir(gate))) < int(os.environ["LOCAL_WORLD_SIZE"]) and time.monotonic() < deadline:
         time.sleep(0.005)
