@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -88,10 +90,21 @@ def wait_for(what: Callable[[], T], process: Process, seconds: float = 90) -> T:
     """What `what` returns as soon as that is true; fails when the process ends or time runs out before."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
-        if process.poll() is not None or time.monotonic() > deadline:
+        if (process.poll() is not None or time.monotonic() > deadline) and not what():
             pytest.fail(f"waited in vain; exit {process.poll()}\n{process.communicate(timeout=10)}")
         time.sleep(0.02)
     return found
+
+
+_ports = itertools.count(20000 + os.getpid() % 100 * 100)
+
+
+def free_port() -> int:
+    """Below those that the kernel gives to who asks for any: nobody else gets it meanwhile, and none comes twice."""
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("there is no end of ports")
 
 
 def workers_of(process: Process) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -18,7 +19,7 @@ from plain import PATHS, SIZE, STEPS, Counting, FakeShare, Loader, Plain, board,
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lockstep.callbacks import Console, Dashboard, Throughput
+from lockstep.callbacks import Checkpoint, Console, Continuation, Dashboard, Throughput
 from lockstep.layout import Refusal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,6 +186,23 @@ def test_the_dashboard_needs_throughput_before_it(tmp_path: Path) -> None:
             trainer_with(tmp_path, *callbacks).fit(Plain(), **loaders())
 
 
+def test_the_checkpoint_that_a_run_goes_on_from_becomes_its_last(tmp_path: Path) -> None:
+    """So a group that is started again before the next one goes on from there too."""
+    trainer_with(tmp_path, Checkpoint(), epochs=3).fit(Plain(), **loaders())
+    best, last = (tmp_path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
+    assert step_of(best) < step_of(last)
+    found: list[bool] = []
+
+    class Probe(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            found.append(last.samefile(best))
+
+    callbacks = Continuation({}, tmp_path), Probe()
+    trainer_with(tmp_path, *callbacks, epochs=3).fit(Plain(), **loaders(), ckpt_path=str(best))
+    assert all(found)
+    assert found
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 RANKS = """
@@ -212,7 +230,15 @@ trainer.fit(Apart(), **t.loaders())
 def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     done = subprocess.run([*launch, PATHS, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     curves = scalars(tmp_path / "tensorboard")

@@ -179,7 +179,7 @@ def test_rank_zero_writes_alone(ddp: Run) -> None:
 
 def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
     """Also where devices outnumber batches. The worst mistakes are the same images in the same order."""
-    options = (f"checkpoint={ddp.folder}", "logger=tensorboard", "pieces=6", "batch_size=30")
+    options = (f"checkpoint={ddp.folder}", "logger=tensorboard", "pieces=6", "batch_size=30", "threads=1")
     run = run_evaluate(*options, "devices=1,2,3", "++data.samples=205,10", "-m")
     shown = []
     for folder in run.jobs:

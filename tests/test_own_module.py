@@ -181,7 +181,9 @@ def test_measured_shares_relieve_a_slow_rank_and_keep_the_bits(project: Path, tm
 
 CUT = """
         if os.environ.get("CUT") and self.trainer.global_step == 6:
-            time.sleep(2)  # the checkpoint of step 5 is on the disk, and what was logged since then
+            self.trainer.strategy.checkpoint_io.wait()  # the checkpoint of step 5 is on the disk,
+            for logger in self.trainer.loggers:
+                logger.save()  # and what was logged since then
             os.kill(os.getpid(), int(os.environ["CUT"]))
 """
 
@@ -212,6 +214,11 @@ def train_loss(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
 
 
+HEAD = """import os
+import time
+from lockstep.layout import Refusal
+ERRORS = {"ValueError": ValueError, "Refusal": Refusal}
+"""
 VARIANTS = (
     f"""
 
@@ -348,6 +355,13 @@ class Sleeps(LitDigits):
         return super().training_step(batch, batch_idx)
 
 
+class OneFails(LitDigits):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.trainer.global_step == 5:
+            raise ERRORS[os.environ["ERROR"]]("the file that is broken")
+        return super().training_step(batch, batch_idx)
+
+
 class Penalty(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
@@ -437,7 +451,7 @@ class SlowTest(LitDigits):
 @pytest.fixture(scope="module")
 def variants(project: Path) -> Path:
     """The project with more modules of the user's own; `model=variant model._target_=variants.<one of them>`."""
-    (project / "src" / "variants.py").write_text("import os\nimport time\n" + MODULE + VARIANTS)
+    (project / "src" / "variants.py").write_text(HEAD + MODULE + VARIANTS)
     (project / "conf" / "model" / "variant.yaml").write_text("name: variant\n_target_: variants.LitDigits\n")
     return project
 
@@ -592,6 +606,18 @@ def test_a_step_has_one_optimizer(monkeypatch: pytest.MonkeyPatch, configure: An
         return
     with pytest.raises(Refusal, match=f"configure_optimizers returned {says}: a step has one"):
         module.configure_optimizers()
+
+
+def test_the_rank_that_failed_is_named_where_others_lose_it(variants: Path, tmp_path: Path) -> None:
+    task = (*TASK, "model=variant", "model._target_=variants.OneFails", "strategy=ddp", "devices=2")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1")
+    script = str(variants / "src" / "train.py")
+    for launcher, error in ((torchrun, "ValueError"), ((), "Refusal")):
+        program = Program(tmp_path / error, script, launcher)
+        run = program(*task, cwd=variants, env={"ERROR": error}, ok=False)
+        assert run.returncode == (1 if launcher else 2), str(run)
+        assert run.summary["status"] == "failed"
+        assert run.summary["error"].endswith("the file that is broken"), run.summary["error"]
 
 
 def test_gathering_inside_a_step_is_refused(variants: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_callback_ends_the_run(followed: list[Path]) -> None:
     summary = summary_of(followed[4])
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
     best = torch.load(followed[4] / "checkpoints" / "best.ckpt", weights_only=True)
-    assert best["epoch"] + 1 == summary["epochs"] - 2  # its patience
+    assert 0 <= summary["epochs"] - (best["epoch"] + 1) <= 2  # its patience; of equals the later one is the best
     assert summary["metrics"]["test/acc"] > 0.8
 
 

@@ -11,10 +11,11 @@ import optuna
 import pytest
 from conftest import Program, Run, summary_of, wait_for
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lockstep.layout import Refusal
-from lockstep.sweeps.search import distribution
+from lockstep.sweeps.search import distribution, search
 from lockstep.sweeps.study import Study
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -65,10 +66,11 @@ def test_a_killed_search_makes_the_same_trials(undisturbed: Run, run_train: Prog
     (left,) = wait_for(lambda: list(run_train.outputs.rglob("2/train.log")), process)
     process.kill()
     process.communicate(timeout=30)
+    begun = max(int(log.parent.name) for log in left.parents[1].glob("*/train.log"))  # 2, or one later by now
     run = run_train(f"sweep.resume={left.parents[1]}")
     assert trials(run) == trials(undisturbed)
-    assert "[3 of 5] job 2 completed" in run.stderr
-    assert "job 1 completed" not in run.stderr
+    assert f"[{begun + 1} of 5] job {begun} completed" in run.stderr
+    assert f"job {begun - 1} completed" not in run.stderr
     storage = f"sqlite:///{left.parents[1] / 'study.db'}"
     states = [trial.state.name for trial in optuna.load_study(study_name="mnist_cnn_synthetic", storage=storage).trials]
     assert sorted(states) == ["COMPLETE"] * 5 + ["FAIL"]
@@ -175,3 +177,12 @@ def test_what_is_missing_is_said(run_train: Program, tmp_path: Path) -> None:
     run = run_train("sweep=optuna", "lr=0.1", ok=False)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1), str(run)
     assert "nothing to search" in run.stderr
+
+
+@pytest.mark.parametrize("others", [{"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "theirs"}, {}])
+def test_one_process_draws(monkeypatch: pytest.MonkeyPatch, others: dict[str, str]) -> None:
+    for variable, value in others.items():
+        monkeypatch.setenv(variable, value)
+    config = OmegaConf.create({"num_nodes": 1 if others else 2})
+    with pytest.raises(Refusal, match="would draw jobs of its own"):
+        search(config, None, None, [])  # type: ignore[arg-type]

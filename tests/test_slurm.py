@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Program, Run, summary_of, wait_for
+from conftest import Program, Run, free_port, summary_of, wait_for
 from omegaconf import OmegaConf
 
 from lockstep import resume
@@ -25,7 +24,7 @@ JOB = (
     "logger=none",
     "threads=1",
 )
-LONG = (*JOB, "max_epochs=10")
+LONG = (*JOB, "max_epochs=30")
 
 
 @pytest.fixture
@@ -135,9 +134,7 @@ def test_the_first_worker_records_what_a_run_goes_on_with(
 
 def as_tasks(program: Program, *overrides: str) -> list[Run]:
     """A program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     tasks = [program.start(*overrides, env={**job, "SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
     runs = [program.finish(task) for task in tasks]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, ended, summary_of, wait_for, workers_of
+from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -20,7 +19,7 @@ SHORT = (*TINY, "max_epochs=1", "logger=none", "threads=1")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
 LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1")
 
 
 def checkpoint(folder: Path, name: str = "last") -> dict[str, Any]:
@@ -198,10 +197,8 @@ def test_a_sweep_of_torchruns_workers(tmp_path: Path) -> None:
 
 def two_machines(program: Program, *options: str) -> list[Any]:
     """A program's start on two machines, which are this one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [program.start(*options, "num_nodes=2", f"rdzv_endpoint=127.0.0.1:{port}") for _ in range(2)]
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    return [program.start(*options, "num_nodes=2", met) for _ in range(2)]
 
 
 def test_several_runs_on_two_machines(run_train: Program) -> None:
