@@ -14,9 +14,12 @@ import export
 import numpy as np
 import pytest
 import torch
-from conftest import Program, Run
+from conftest import ROOT, Program, Run
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from PIL import Image
 
+import evaluate
 from lockstep import checkpoint_io
 from lockstep.data import ImageFiles, Spec
 from lockstep.layout import Refusal
@@ -108,6 +111,19 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     others = torch.tensor([[float(row[name]) for name in CLASSES] for row in table(three) if row["file"] != BROKEN])
     assert (found - others).abs().max() < 2e-6
     assert [json.loads((folder / "summary.json").read_text())["broken"] for folder in run.jobs] == [[BROKEN]] * 2
+
+
+def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path) -> None:
+    """Whose names differ in a capital: sorted, they would get each other's labels."""
+    for part in ("train", "test"):
+        paint(tmp_path / part, 1, seed=2)
+        (tmp_path / part / CLASSES[1]).rename(tmp_path / part / "Red ones")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        asked = compose("evaluate", [f"checkpoint={trained.folder}", f"data_dir={tmp_path}"])
+    raw: Any = OmegaConf.to_container(asked, resolve=True)
+    best = trained.folder / "checkpoints" / "best.ckpt"
+    with pytest.raises(Refusal, match=f"only the data set has Red ones, only {best} has red ones"):
+        evaluate.evaluate(raw, tmp_path / "run")
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
