@@ -335,14 +335,16 @@ def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) 
     assert run.folders == []
 
 
-def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path) -> None:
+def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.evaluation import config_of
 
-    record = {"config": composed("data=mnist", f"data_dir={tmp_path}")}
+    monkeypatch.chdir(tmp_path)
+    record = {"config": checked("data=mnist", "data_dir=images").raw}
+    monkeypatch.chdir("/")
     asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt"]), resolve=True)
     assert isinstance(asked, dict)
     raw = {str(key): value for key, value in asked.items()}
-    assert config_of(Path("best.ckpt"), record, raw).data_dir == str(tmp_path)
+    assert config_of(Path("best.ckpt"), record, raw).data_dir == str(tmp_path / "images")
     assert config_of(Path("best.ckpt"), record, raw | {"data_dir": "/moved"}).data_dir == "/moved"
 
 
