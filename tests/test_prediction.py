@@ -160,6 +160,15 @@ def saved(images: torch.Tensor) -> dict[str, Any]:
     return data.state_dict()
 
 
+def test_an_export_would_leave_out_what_is_done_beside_forward(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", lambda self, batch, at: batch)
+    with pytest.raises(Refusal, match=r"MnistCNN: a file would leave out its on_after_batch_transfer"):
+        export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     for folder, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no image in it; known: .jpg")):
         with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):
