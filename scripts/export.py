@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ from lockstep import cli
 from lockstep.checks import choice
 from lockstep.data import Spec
 from lockstep.evaluation import find_checkpoint
+from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.prediction import as_splits, config_and_spec, load_module
 
@@ -61,6 +63,11 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
     config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), {**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
+    if overrides(module, "on_after_batch_transfer", pl.LightningModule):
+        raise Refusal(
+            f"model._target_={config.model['_target_']}: a file would leave out its on_after_batch_transfer; what an "
+            "evaluation needs of it belongs in forward, the rest in training_step"
+        )
     model = Deployed(module, spec).eval()
     example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
     path = folder / f"model.{'pt2' if form == 'torch' else 'onnx'}"

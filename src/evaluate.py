@@ -9,13 +9,15 @@ from lockstep import cli
 def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     """One evaluation: find the checkpoint, open its data, launch the workers, which test."""
     from lockstep.data import open_data
-    from lockstep.evaluation import config_of, find_checkpoint, record_of
+    from lockstep.evaluation import config_of, find_checkpoint, must_match, record_of
     from lockstep.evaluation import evaluate as work
     from lockstep.runs import run_in_workers
 
     checkpoint = find_checkpoint(raw["checkpoint"])
-    config = config_of(checkpoint, record_of(checkpoint), raw)
+    record = record_of(checkpoint)
+    config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)
+    must_match(checkpoint, record, splits.spec)
     return run_in_workers(work, config, splits, folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -334,15 +335,55 @@ def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) 
     assert run.folders == []
 
 
-def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path) -> None:
+def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.evaluation import config_of
 
-    record = {"config": composed("data=mnist", f"data_dir={tmp_path}")}
+    monkeypatch.chdir(tmp_path)
+    record = {"config": checked("data=mnist", "data_dir=images").raw}
+    monkeypatch.chdir("/")
     asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt"]), resolve=True)
     assert isinstance(asked, dict)
     raw = {str(key): value for key, value in asked.items()}
-    assert config_of(Path("best.ckpt"), record, raw).data_dir == str(tmp_path)
+    assert config_of(Path("best.ckpt"), record, raw).data_dir == str(tmp_path / "images")
     assert config_of(Path("best.ckpt"), record, raw | {"data_dir": "/moved"}).data_dir == "/moved"
+
+
+def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Path) -> None:
+    from lockstep.evaluation import config_of
+
+    record = {"config": composed("data=synthetic", "data.num_classes=3")}
+
+    def data_of(*overrides: str) -> dict[str, Any]:
+        raw = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt", *overrides]), resolve=True)
+        assert isinstance(raw, dict)
+        return config_of(tmp_path / "best.ckpt", record, {str(key): value for key, value in raw.items()}).data
+
+    assert data_of("++data.samples=7") == {**record["config"]["data"], "samples": 7}
+    assert data_of("+data=digits") == composed("data=digits")["data"]
+    with pytest.raises(BAD_INPUT) as caught:
+        data_of("data=digits")
+    assert line(caught.value, "evaluate") == "data: there is no such key; +data=<name> adds it"
+
+
+def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
+    from lockstep.data import Spec
+    from lockstep.evaluation import must_match
+
+    path, spec = Path("best.ckpt"), Spec(1, 12, ("cat", "dog"))
+    record = {"spec": asdict(spec)}
+    must_match(path, record, replace(spec, mean=(0.5,)))
+    must_match(path, {}, replace(spec, channels=3))  # saved by a version that did not record it
+    many = tuple(f"c{number}" for number in range(7))
+    for changes, says in (
+        ({"channels": 3}, "data: channels is 3, and best.ckpt was trained with 1"),
+        ({"image_size": 32}, "data: image_size is 32, and best.ckpt was trained with 12"),
+        ({"classes": ("Dog", "cat")}, "only the data set has Dog, only best.ckpt has dog"),
+        ({"classes": ("cat", "cow", "dog")}, "data: other classes than in training: only the data set has cow"),
+        ({"classes": many}, "only the data set has c0, c1, c2, c3, c4 and 2 more, only best.ckpt has cat, dog"),
+        ({"classes": ("dog", "cat")}, "data: other classes than in training: their order is another"),
+    ):
+        with pytest.raises(Refusal, match=re.escape(says)):
+            must_match(path, record, replace(spec, **changes))
 
 
 def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:

@@ -6,6 +6,8 @@ import csv
 import re
 import shlex
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ import torch
 from conftest import ROOT, Program, summary_of
 from sklearn.metrics import f1_score
 
+from lockstep import targets
+from lockstep.building import make_loggers
+from lockstep.config import check
 from lockstep.data import open_data
+from lockstep.library import compose
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +92,20 @@ def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
     assert not (followed[5] / "tensorboard").exists()
+
+
+def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(check(compose()), logger={"_target_": "mine.Table"})
+    blocks = BLOCK.findall((ROOT / "docs" / "own.md").read_text())
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "mine.py").write_text(next(text for _, text in blocks if "class Table" in text))
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    for first, last in ((1, 3), (3, 4)):  # what was logged after the last checkpoint, at step 2, is logged again
+        (logger,) = make_loggers(config, tmp_path, first - 1)
+        for step in range(first, last + 1):
+            logger.log_metrics({"loss": float(step)}, step)
+        logger.save()
+    with (tmp_path / "table" / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]

@@ -149,22 +149,23 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
     if "_target_" in config.logger:
-        return [build("logger", config.logger, folder=folder, save_dir=folder)]
+        own = build("logger", config.logger, folder=folder, save_dir=folder)
+        return [_with_rows(own, step) if isinstance(own, CSVLogger) else own]
     name = config.logger.get("name", "none")
     if name == "tensorboard":
         # Hides what a killed run logged after its last checkpoint. At the first start too: of the starts that it finds,
         # TensorBoard takes only those after the first for a restart.
         return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1)]
     if name == "csv":
-        return [_csv_logger(folder, step)]
+        return [_with_rows(CSVLogger(folder, name="", version="csv"), step)]
     return []
 
 
-def _csv_logger(folder: Path, step: int) -> CSVLogger:
+def _with_rows(logger: CSVLogger, step: int) -> CSVLogger:
     """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
-    logger, path = CSVLogger(folder, name="", version="csv"), folder / "csv" / "metrics.csv"
-    before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
     if step and os.environ.get("RANK", "0") == "0":
+        path = Path(logger.log_dir, "metrics.csv")
+        before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
         if path.exists() and not before.exists():
             path.rename(before)
         if before.exists():

@@ -183,6 +183,8 @@ def _near(key: str, config_name: str, error: Any) -> str:
     """Where an unknown key's name is known, or what is near it: where OmegaConf missed it, or on the front page."""
     *groups, name = key.split(".")
     front = _keys([ROOT / "conf" / f"{config_name}.yaml"])
+    if key in front:  # a group of which the front page chooses nothing
+        return f"+{key}=<name> adds it"
     files = sorted((ROOT / "conf" / groups[0]).glob("*.yaml")) if groups else []
     if having := [file.stem for file in files if name in _keys([file], *groups[1:])]:
         return f"{groups[0]}={' or '.join(having)} has it"

@@ -93,7 +93,7 @@ class Config:
     debug: Annotated[dict[str, Any], debug.check, None]
     sweep: Annotated[dict[str, Any], options.check, {}]
     layout: Layout
-    raw: dict[str, Any]  # the resolved config as plain containers: what a run folder and a checkpoint record
+    raw: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
     given: tuple[str, ...] = ()  # dotted keys that the user has set, on the command line
 
     @property
@@ -161,7 +161,8 @@ def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) 
             f"strategy.shares=auto measures two pieces or more of each device, and there are {layout.pieces} for "
             f"{layout.world}: give pieces={8 * layout.world}, say"
         )
-    return Config(**values, layout=layout, raw=dict(raw), given=tuple(given))
+    recorded = {**raw, "data_dir": values["data_dir"]}  # it is read in other folders too
+    return Config(**values, layout=layout, raw=recorded, given=tuple(given))
 
 
 def _accelerator(accelerator: str, devices: int, precision: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from lockstep.building import make_callbacks, make_data, make_module, make_train
 from lockstep.callbacks import Heartbeat, StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
-from lockstep.data import Splits
+from lockstep.data import DataModule, Spec, Splits
+from lockstep.layout import Refusal
+
+NAMED = 5  # classes that a refusal names
 
 
 def find_checkpoint(path: str) -> Path:
@@ -33,29 +36,55 @@ def find_checkpoint(path: str) -> Path:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint.
+    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint, whether images were float.
 
     Raises:
         CheckpointError: the file can't be used, or was not written by Lockstep.
     """
-    recorded = checkpoint_io.load(path).get("lockstep")
+    checkpoint = checkpoint_io.load(path)
+    recorded = checkpoint.get("lockstep")
     if not isinstance(recorded, dict) or "config" not in recorded:
         raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
-    return recorded
+    return {**recorded, **checkpoint.get(DataModule.__qualname__, {})}
 
 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
-    """The config of an evaluation: model and data set from the checkpoint's record, the data's folder
-    too unless `raw` has one, everything else from `raw`.
+    """The config of an evaluation: model and data set from the checkpoint's record, its options and the data's folder
+    too unless `raw` has others, everything else from `raw`.
 
     Raises:
         Refusal: a value in `raw`.
     """
-    trained = record["config"]
-    data = {**trained["data"], **(raw.get("data") or {})}
+    trained, data = record["config"], raw.get("data") or {}
+    if data.get("_target_") in (None, trained["data"].get("_target_")):  # another has other options
+        data = {**trained["data"], **data}
     kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
     kept |= {"data": data, "data_dir": trained["data_dir"] if raw.get("data_dir") is None else raw["data_dir"]}
     return check({**raw, **kept, "checkpoint": str(path)}, even=False)
+
+
+def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
+    """Compares the images that are to be tested on with those that a checkpoint was trained on.
+
+    Raises:
+        Refusal: other channels, another size, other classes, or these in another order.
+    """
+    if not record.get("spec"):
+        return
+    before = Spec(**record["spec"])
+    for key in ("channels", "image_size"):
+        there, here = getattr(before, key), getattr(spec, key)
+        if there != here:
+            raise Refusal(f"data: {key} is {here}, and {path} was trained with {there}")
+    if list(before.classes) != list(spec.classes):
+        only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
+        odd = [f"only {one} has {_some(sorted(classes))}" for one, classes in only.items() if classes]
+        raise Refusal(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
