@@ -18,14 +18,10 @@ from conftest import ROOT, Program, Run
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
-from small_data import layout, module, shares, splits
-from torch.utils.data import TensorDataset
 
 import evaluate
-import predict
 from lockstep import checkpoint_io
 from lockstep.data import ImageFiles, Spec
-from lockstep.evaluation import record_of
 from lockstep.layout import Refusal
 from lockstep.models import MnistCNN
 
@@ -69,12 +65,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def images_of(run: Run) -> Path:
     return run.outputs.parent / "images" / "test"
-
-
-def composed(program: str, *overrides: str) -> dict[str, Any]:
-    """What a program is given."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose(program, list(overrides)), resolve=True)  # type: ignore[return-value]
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -128,36 +118,12 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
     for part in ("train", "test"):
         paint(tmp_path / part, 1, seed=2)
         (tmp_path / part / CLASSES[1]).rename(tmp_path / part / "Red ones")
-    asked = composed("evaluate", f"checkpoint={trained.folder}", f"data_dir={tmp_path}")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        asked = compose("evaluate", [f"checkpoint={trained.folder}", f"data_dir={tmp_path}"])
+    raw: Any = OmegaConf.to_container(asked, resolve=True)
     best = trained.folder / "checkpoints" / "best.ckpt"
     with pytest.raises(Refusal, match=f"only the data set has Red ones, only {best} has red ones"):
-        evaluate.evaluate(asked, tmp_path / "run")
-
-
-def test_what_a_file_of_an_image_can_not_be_is_refused(trained: Run, tmp_path: Path) -> None:
-    """Float images are as their data set makes them."""
-    best, changed = trained.folder / "checkpoints" / "best.ckpt", tmp_path / "changed.ckpt"
-    assert record_of(best)["float_images"] is False
-    content = checkpoint_io.load(best)
-    checkpoint_io.save({**content, "DataModule": saved(torch.rand(8, 1, 6, 6))}, changed)
-    for job, asked in (
-        (predict.predict, composed("predict", f"checkpoint={changed}", f"images={images_of(trained)}")),
-        (export.export, composed("export", f"checkpoint={changed}")),
-    ):
-        with pytest.raises(Refusal, match=f"{changed}: trained on float images of its data set's own scale"):
-            job(asked, tmp_path)
-    del content["DataModule"]  # as older versions saved it
-    checkpoint_io.save(content, changed)
-    export.export(composed("export", f"checkpoint={changed}"), tmp_path)
-    assert (tmp_path / "model.pt2").exists()
-
-
-def saved(images: torch.Tensor) -> dict[str, Any]:
-    """What a checkpoint says of a data set with these images, after a step."""
-    labels = torch.arange(len(images))
-    data = module(splits(TensorDataset(images, labels)), layout(batch_size=4))
-    data.finish(shares(data)[0].turns[0])
-    return data.state_dict()
+        evaluate.evaluate(raw, tmp_path / "run")
 
 
 def test_an_export_would_leave_out_what_is_done_beside_forward(

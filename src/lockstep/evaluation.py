@@ -14,7 +14,7 @@ from lockstep.building import make_callbacks, make_data, make_module, make_train
 from lockstep.callbacks import Heartbeat, StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
-from lockstep.data import DataModule, Spec, Splits
+from lockstep.data import Spec, Splits
 from lockstep.layout import Refusal
 
 NAMED = 5  # classes that a refusal names
@@ -36,16 +36,15 @@ def find_checkpoint(path: str) -> Path:
 
 
 def record_of(path: Path) -> dict[str, Any]:
-    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint, whether images were float.
+    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint.
 
     Raises:
         CheckpointError: the file can't be used, or was not written by Lockstep.
     """
-    checkpoint = checkpoint_io.load(path)
-    recorded = checkpoint.get("lockstep")
+    recorded = checkpoint_io.load(path).get("lockstep")
     if not isinstance(recorded, dict) or "config" not in recorded:
         raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
-    return {**recorded, **checkpoint.get(DataModule.__qualname__, {})}
+    return recorded
 
 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:

@@ -34,12 +34,9 @@ def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
     """The config of a prediction, and what the checkpoint's images were: from the checkpoint, else from its data set.
 
     Raises:
-        CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either; float
-            images.
+        CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either.
     """
     record = record_of(path)
-    if record.get("float_images"):
-        raise Refusal(f"{path}: trained on float images of its data set's own scale, which files of images don't have")
     config, spec = config_of(path, record, {"exact": False, **raw}), record.get("spec")
     return config, Spec(**spec) if spec else open_data(config.data, config.data_dir, config.seed).spec
 

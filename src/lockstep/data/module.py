@@ -44,7 +44,6 @@ class DataModule(pl.LightningDataModule):
     Attributes:
         process: this process's number among `layout.processes`; to be set before loaders are made.
         plan: the training set's order.
-        float_images: whether images came that are float, of a scale that only the data set knows.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class DataModule(pl.LightningDataModule):
         self._placed: Splits | None = None
         self.process = 0
         self.plan = Plan(len(splits.train), layout.batch_size, layout.pieces, seed)
-        self.float_images = False
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._like: tuple[Any, Tensor | None] = None, None  # the module, and a parameter whose dtype images get
 
@@ -84,10 +82,6 @@ class DataModule(pl.LightningDataModule):
     def put(self, device: torch.device, free: float) -> None:
         """Puts what `resident` says on `device`, which has `free` bytes; loaders that are made later fetch there."""
         self._placed = place(self.splits, device, self.resident, free)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint says of the data."""
-        return {"float_images": self.float_images}
 
     # --- loaders ---
 
@@ -177,7 +171,6 @@ class DataModule(pl.LightningDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, self._dtype())
         elif x.is_floating_point():
-            self.float_images = True
             x = x.to(self._dtype())
         return (x, *rest)
 
