@@ -26,7 +26,6 @@ from lockstep import cli
 from lockstep.checks import choice
 from lockstep.data import Spec
 from lockstep.evaluation import find_checkpoint
-from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.prediction import as_splits, config_and_spec, load_module
 
@@ -63,10 +62,10 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
     config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), {**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
-    if overrides(module, "on_after_batch_transfer", pl.LightningModule):
+    if changes(module, spec):
         raise Refusal(
-            f"model._target_={config.model['_target_']}: a file would leave out its on_after_batch_transfer; what an "
-            "evaluation needs of it belongs in forward, the rest in training_step"
+            f"model._target_={config.model['_target_']}: a file would leave out what its on_after_batch_transfer does "
+            "in evaluation, which belongs in forward"
         )
     model = Deployed(module, spec).eval()
     example = torch.zeros(2, spec.channels, spec.image_size, spec.image_size, dtype=torch.uint8)
@@ -80,6 +79,15 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": apart}
     path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {apart:.1e} on batches of {', '.join(map(str, BATCHES))}")
+
+
+def changes(module: pl.LightningModule, spec: Spec) -> bool:
+    """Whether images are others after the module's own `on_after_batch_transfer`, though nobody trains."""
+    module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
+    found, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)
+    module.trainer = None
+    return not torch.equal(found, images)
 
 
 def write_torch(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:

@@ -214,9 +214,12 @@ def train_loss(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
 
 
-HEAD = """import os
+HEAD = """import collections
+import os
 import time
+from torchvision.ops import FrozenBatchNorm2d
 from lockstep.layout import Refusal
+from lockstep.models import MnistCNN
 ERRORS = {"ValueError": ValueError, "Refusal": Refusal}
 """
 VARIANTS = (
@@ -353,6 +356,99 @@ class Sleeps(LitDigits):
     def training_step(self, batch, batch_idx):
         time.sleep(60 * (batch_idx > 0))
         return super().training_step(batch, batch_idx)
+
+
+class Curriculum(Cut):
+    def on_train_epoch_start(self):
+        self.scale = 1 + self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class Planned(Cut):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Freezes(Cut):
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[1].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Plateau(Cut):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", threshold=10.0, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/acc"}}
+
+
+class NoTest(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12 * 12, 3)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class AfterBackward(LitDigits):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class FrozenNorm(LitDigits):
+    def __init__(self):
+        super().__init__()
+        self.norm = FrozenBatchNorm2d(1)
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+Output = collections.namedtuple("Output", "logits more")
+
+
+class Named(LitDigits):
+    def forward(self, x):
+        return Output(self.net(x), x.mean(dim=(1, 2, 3)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]).logits, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/acc", (self(batch[0]).logits.argmax(1) == batch[1]).double().mean())
+
+    test_step = validation_step
+
+
+class WholeLoss(LitDigits):
+    def forward(self, x):
+        return self.net(x).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+class MixedClassifier(MnistCNN):
+    def losses(self, logits, y):
+        return F.cross_entropy(logits, y, weight=torch.ones(3), reduction="none")
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        x, y = batch
+        return x, F.one_hot(y, 3).to(x.dtype)
 
 
 class OneFails(LitDigits):
@@ -703,6 +799,8 @@ def test_a_callback_that_would_accumulate_by_itself_is_refused(variants: Path, t
         ("OwnSwa", (), "variants.OwnSwa: Swa changes how many batches make a step"),
         ("OwnData", (), "variants.OwnData: its train_dataloader would not be asked"),
         ("Views", ("strategy=dp", "devices=2"), "training_step calls forward() more than once"),
+        ("AfterBackward", (), "its on_after_backward would see the gradient of a piece"),
+        ("WholeLoss", ("strategy=dp", "devices=2"), "forward() returned one number for a whole piece"),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(
@@ -711,6 +809,40 @@ def test_what_would_be_ignored_or_wrong_is_refused(
     run = variant(variants, tmp_path, name, *options, ok=False)
     assert run.returncode == 2, str(run)
     assert says in run.stderr
+
+
+@pytest.mark.parametrize("name", ["Curriculum", "Planned", "Freezes", "Plateau"])
+def test_what_an_epoch_began_with_is_there_when_it_goes_on(variants: Path, tmp_path: Path, name: str) -> None:
+    task = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # killed in step 7, of four an epoch
+    whole = variant(variants, tmp_path / "whole", name, *task).summary
+    train = Program(tmp_path / "cut", str(variants / "src" / "train.py"))
+    target = f"model._target_=variants.{name}"
+    cut = train(*TASK, "model=variant", target, *task, env={"CUT": "9"}, cwd=variants, ok=False)
+    assert cut.returncode == 1, str(cut)
+    assert go_on(variants, cut.folder)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_module_without_a_test(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path, "NoTest", "max_epochs=1", "callbacks.checkpoint.monitor=null")
+    assert (run.summary["status"], run.summary["metrics"]) == ("completed", {})
+
+
+def test_layers_and_outputs_of_torchvision(variants: Path, tmp_path: Path) -> None:
+    """FrozenBatchNorm2d; a named tuple, as of Inception, on scattered devices."""
+    variant(variants, tmp_path / "frozen", "FrozenNorm", "max_epochs=1")
+    dp = variant(variants, tmp_path / "dp", "Named", "max_epochs=1", "strategy=dp", "devices=2")
+    one = variant(variants, tmp_path / "one", "Named", "max_epochs=1")
+    assert float((weights(dp.folder) - weights(one.folder)).norm()) < 1e-10
+
+
+def test_mixed_labels_and_weighted_classes_of_a_classifier(variants: Path, tmp_path: Path) -> None:
+    run = variant(variants, tmp_path / "own", "MixedClassifier", "precision=32-true", "lr=0.05")
+    plain = variant(variants, tmp_path / "plain", "MnistCNN", "precision=32-true", "lr=0.05")
+    assert run.summary["metrics"]["test/acc"] == plain.summary["metrics"]["test/acc"]
+
+
+def test_ddp_on_one_device_waits_for_no_parameter(variants: Path, tmp_path: Path) -> None:
+    variant(variants, tmp_path, "Spare", "strategy=ddp", "devices=1", "max_epochs=1")
 
 
 def go_on(variants: Path, folder: Path, *overrides: str) -> dict[str, Any]:

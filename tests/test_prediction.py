@@ -67,6 +67,12 @@ def images_of(run: Run) -> Path:
     return run.outputs.parent / "images" / "test"
 
 
+def composed(program: str, *overrides: str) -> dict[str, Any]:
+    """What a program is given."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return OmegaConf.to_container(compose(program, list(overrides)), resolve=True)  # type: ignore[return-value]
+
+
 def table(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -129,10 +135,16 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
 def test_an_export_would_leave_out_what_is_done_beside_forward(
     trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", lambda self, batch, at: batch)
-    with pytest.raises(Refusal, match=r"MnistCNN: a file would leave out its on_after_batch_transfer"):
+    def changed(self: MnistCNN, batch: Any, at: int) -> Any:
+        return batch if self.trainer.training is in_evaluation else (batch[0] / 2, batch[1])
+
+    monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", changed)
+    in_evaluation = True
+    with pytest.raises(Refusal, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
         export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
     assert not list(tmp_path.iterdir())
+    in_evaluation = False  # the control: it changes batches in training only
+    export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ REFUSED = dict.fromkeys(
 ) | dict.fromkeys(
     ("train_dataloader", "val_dataloader", "test_dataloader"), "would not be asked; data=... is trained on"
 )
+REFUSED["on_after_backward"] = "would see the gradient of a piece; on_before_optimizer_step sees the step's"
 
 
 def total_steps(config: Config, samples: int) -> int:

@@ -194,7 +194,8 @@ def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:
             raise Refusal(f"strategy.{key}: there is no such key; {unknown(str(key), sorted(known))}")
     strategy["sync_batchnorm"] = flag("strategy.sync_batchnorm", strategy.get("sync_batchnorm", False))
     strategy["compression"] = choice(*COMPRESSIONS)("strategy.compression", strategy.get("compression", "none"))
-    strategy["shares"] = _shares(strategy.get("shares"), world)
+    shares = strategy.get("shares")
+    strategy["shares"] = _shares(shares, world)
     check_nodes(values["num_nodes"], values["rdzv_endpoint"], name)
     if strategy["sync_batchnorm"]:
         if values["accelerator"] == "cpu" or strategy["name"] != "ddp":
@@ -205,6 +206,8 @@ def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:
             raise Refusal(
                 "strategy.sync_batchnorm=true makes pieces depend on each other: exact=true can't hold, leave one out"
             )
+        if shares is not None:
+            raise Refusal("strategy.sync_batchnorm=true: all devices compute as many pieces; leave strategy.shares out")
         if values["pieces"] and values["pieces"] % world:
             raise Refusal(
                 f"pieces={values['pieces']}: with strategy.sync_batchnorm=true the {world} devices must divide them"

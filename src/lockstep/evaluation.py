@@ -62,19 +62,23 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     return check({**raw, **kept, "checkpoint": str(path)}, even=False)
 
 
+def misfit(config: Config, error: RuntimeError) -> Refusal:
+    """What torch says of weights that are not those of the model."""
+    reason = " ".join(str(error).split())[:200]
+    return Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})")
+
+
 def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
     """Compares the images that are to be tested on with those that a checkpoint was trained on.
 
     Raises:
-        Refusal: other channels, another size, other classes, or these in another order.
+        Refusal: other channels, other classes, or these in another order.
     """
     if not record.get("spec"):
         return
     before = Spec(**record["spec"])
-    for key in ("channels", "image_size"):
-        there, here = getattr(before, key), getattr(spec, key)
-        if there != here:
-            raise Refusal(f"data: {key} is {here}, and {path} was trained with {there}")
+    if before.channels != spec.channels:
+        raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
         odd = [f"only {one} has {_some(sorted(classes))}" for one, classes in only.items() if classes]
@@ -96,7 +100,12 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     data = make_data(config, splits, rank)
     trainer = make_trainer(config, folder, [StandIn(), Heartbeat(), *make_callbacks(config, splits, folder, module)])
     run = Run(config, splits, folder, trainer, started)
-    trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
+    try:
+        trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        raise misfit(config, error) from error
     run.fitted()
     run.tested()
     return run.finish("completed", None)

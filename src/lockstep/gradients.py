@@ -54,7 +54,7 @@ class GradientSum:
         """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
         every process has a sample, since DDP's reducer waits for all of them."""
         if self.processes == 1:
-            return nullcontext()
+            return self.strategy.no_sync()  # ddp on one device: its reducer, too, would wait for all parameters
         fires = number == len(share.turns) - 1 and share.everyone and not self.apart
         if fires:
             self.strategy.remember(number)

@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer import call
 
 from lockstep.data.share import Share
 from lockstep.gradients import GradientSum
@@ -64,6 +65,7 @@ class StepLoop(_TrainingEpochLoop):
         """An epoch that `max_steps` has cut short goes on: Lightning has counted it, and would leave the rest out."""
         super().on_load_checkpoint(state_dict)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.trainer.fit_loop._combined_loader = None  # made early, for `estimated_stepping_batches`: at another step
         epochs: Any = self.trainer.fit_loop.epoch_progress
         cut = self.batch_progress.current.completed < data.plan.steps_per_epoch
         if cut and not self.batch_progress.is_last_batch:
@@ -77,6 +79,8 @@ class StepLoop(_TrainingEpochLoop):
         self._validates = super()._should_check_val_epoch()
         self._followed, self._followed_step = False, self.global_step
         self.hooks = self.automatic_optimization.hooks = Hooks(self.trainer)
+        if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
         seen = overrides(self.trainer.lightning_module, "optimizer_zero_grad", pl.LightningModule)
         unseen = not seen and not self.hooks.anyone("on_before_zero_grad")
         self.automatic_optimization.zeroes_first = self.lean and unseen
@@ -88,11 +92,13 @@ class StepLoop(_TrainingEpochLoop):
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
         """
         if self.restarting or not self.lean:
-            lean, self.lean = self.lean, False
+            (lean, self.lean), before = (self.lean, False), self.global_step
             try:
                 super().advance(data_fetcher)
             finally:
                 self.lean = lean
+            if self.global_step > before:  # else what follows a metric would not be moved at this epoch's end
+                self.trainer.fit_loop._restarting = False
             return
         trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
         data: Any = trainer.datamodule  # type: ignore[attr-defined]

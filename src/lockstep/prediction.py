@@ -22,8 +22,7 @@ from lockstep.building import make_data, make_module, make_trainer
 from lockstep.callbacks import Heartbeat
 from lockstep.config import Config
 from lockstep.data import ImageFiles, Spec, Splits, open_data
-from lockstep.evaluation import config_of, record_of
-from lockstep.layout import Refusal
+from lockstep.evaluation import config_of, misfit, record_of
 from lockstep.summary import write_summary
 
 LOG = logging.getLogger("lockstep")
@@ -58,8 +57,7 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     try:
         module.load_state_dict(checkpoint_io.load(config.checkpoint)["state_dict"])
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise Refusal(f"{config.checkpoint}: does not fit the model that it names ({reason})") from error
+        raise misfit(config, error) from error
     return module.eval()
 
 

@@ -21,7 +21,9 @@ def statistics(module: nn.Module) -> dict[str, Any]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(getattr(layer, "running_mean", None), Tensor) and getattr(layer, "momentum", 0) is not None
+        if isinstance(getattr(layer, "running_mean", None), Tensor)
+        and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d counts nothing
+        and layer.momentum is not None
     }
 
 

@@ -23,6 +23,7 @@ from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config
 from lockstep.data import Splits
+from lockstep.hooks import overrides
 from lockstep.layout import Refusal, counted
 from lockstep.models import ImageClassifier
 from lockstep.nonfinite import NonFinite
@@ -30,7 +31,7 @@ from lockstep.plan import Plan
 from lockstep.resume import differences, must_fit
 from lockstep.summary import summary_of
 from lockstep.workers.environment import external_workers, restart_count
-from lockstep.workers.process import lost_another
+from lockstep.workers.process import VICTIM_SECONDS, lost_another
 from lockstep.workers.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
@@ -76,7 +77,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         run.fitted()
         best = _best(callbacks)
-        if splits.test is not None:
+        if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             trainer.test(module, datamodule=data, ckpt_path=best, verbose=False)
             run.tested()
     except Interrupted as interrupted:
@@ -96,8 +97,10 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             logging.root.error("the run can't go on", exc_info=error)
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})") from error
-        told = external_workers() and lost_another(error) and summary_of(folder).get("status") == "failed"
-        if not told:  # by the one that was lost
+        victim = external_workers() and lost_another(error)
+        if victim:
+            time.sleep(VICTIM_SECONDS)
+        if not (victim and summary_of(folder).get("status") == "failed"):  # the one that was lost has told why
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         raise

@@ -25,6 +25,7 @@ class Continuation(pl.Callback):
         self.last = folder / "checkpoints" / "last.ckpt"
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
+        self._changed: dict[str, bool] = {}  # since then, in the run that goes on
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
@@ -47,7 +48,10 @@ class Continuation(pl.Callback):
         if saved is None or trainer.state.fn != "fit":
             return
         trainer.should_stop = saved["stopped"] and saved["length"] == self.length
-        for name, trained in saved["trained"].items():
+        self._changed = saved["trained"]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for name, trained in self._changed.items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
 
 

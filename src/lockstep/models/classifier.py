@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.models.metrics import Evaluation
 from lockstep.models.optimizer import build_optimizer
@@ -74,7 +75,8 @@ class ImageClassifier(LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         x, y = batch
         logits = self(x)
-        self.evaluation.update(self.losses(logits.double(), y), logits, y)
+        own = overrides(self, "losses", ImageClassifier)  # whose weights may be float32
+        self.evaluation.update(self.losses(logits if own else logits.double(), y).double(), logits, y)
 
     test_step = validation_step
 
@@ -91,7 +93,7 @@ class ImageClassifier(LightningModule):
     # the seven small operations would take a small network half a per cent of its step.
 
     def _count(self, loss: Tensor, logits: Tensor, y: Tensor) -> None:
-        self._counted.append((loss, logits.argmax(1), y))
+        self._counted.append((loss, logits.argmax(1), y if y.ndim == 1 else y.argmax(1)))  # mixed labels are [n, C]
         if len(self._counted) >= min(64, MOST_COUNTED // len(y)):
             self._totals()
 

@@ -160,18 +160,27 @@ def _slice(value: Any, start: int, size: int, total: int, device: torch.device) 
     if isinstance(value, dict):
         return {key: _slice(part, start, size, total, device) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_slice(part, start, size, total, device) for part in value)
+        return _like(value, [_slice(part, start, size, total, device) for part in value])
     return value
+
+
+def _like(example: Any, parts: list[Any]) -> Any:
+    """Parts as a list or tuple of the example's kind."""
+    return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
 
 
 def _gather(outputs: list[Any], device: torch.device) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
-        return first.to(device) if len(outputs) == 1 else torch.cat([output.to(device) for output in outputs])
+        if len(outputs) == 1:
+            return first.to(device)
+        if not first.dim():
+            raise Refusal("strategy=dp: forward() returned one number for a whole piece: return something per sample")
+        return torch.cat([output.to(device) for output in outputs])
     if isinstance(first, dict):
         return {key: _gather([output[key] for output in outputs], device) for key in first}
     if isinstance(first, list | tuple):
-        return type(first)(_gather(list(parts), device) for parts in zip(*outputs, strict=True))
+        return _like(first, [_gather(list(parts), device) for parts in zip(*outputs, strict=True)])
     raise TypeError(
         f"strategy=dp can't gather a {type(first).__name__} from pieces: return tensors, or dicts or lists of them"
     )

@@ -19,7 +19,7 @@ from lockstep.scratch import can_write
 from lockstep.workers.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.workers.signals import Interrupted, asked, remember
 
-VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too
+VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
 
 
 class Ended:
