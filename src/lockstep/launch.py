@@ -142,7 +142,7 @@ def _steps_told() -> Iterator[None]:
     """Workers that are killed write no summary: who hears of it hears too how far they were."""
     try:
         yield
-    except (Interrupted, WorkerFailed, Refusal) as ended:
+    except (Interrupted, WorkerFailed) as ended:
         ended.steps = heartbeat.steps()
         raise
 

@@ -40,7 +40,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except Refusal as refusal:
-        if refusal.steps > before.get("steps", 0):  # a file that one rank can't read, say
+        if summary_of(folder) != before:  # by a rank that lost the one which can't read a file, say
             _conclude(config, splits, folder, before, refusal)
         raise
     except BaseException as error:
