@@ -40,6 +40,13 @@ class Spec:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
+    def __post_init__(self) -> None:
+        # a checkpoint holds them, and takes no numbers and texts of numpy's
+        for name in ("channels", "image_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name, kind in (("classes", str), ("mean", float), ("std", float)):
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
+
     @property
     def num_classes(self) -> int:
         return len(self.classes)
