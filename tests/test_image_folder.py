@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from small_data import config, one_line
 
 from lockstep.data import image_folder, open_data
 from lockstep.data.datasets import fetch
-from lockstep.data.folder import FolderDataset
+from lockstep.data.folder import FolderDataset, decode
 from lockstep.layout import Refusal
 
 
@@ -63,6 +64,8 @@ def spoil(root: Path, how: str) -> None:
     elif how == "unreadable":
         (cat / "3.png").write_bytes(b"not an image")
         (cat / "4.png").write_bytes(b"")
+    elif how == "deep":
+        Image.fromarray(np.full((20, 14), 0.5, dtype=np.float32)).save(cat / "6.tiff")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,8 @@ def spoil(root: Path, how: str) -> None:
         ("no classes", ["test has no folders"]),
         ("no test", ["there is no", "/test", "train/ and test/"]),
         ("other classes", ["same classes", "only test/ has cat (and 1 more)"]),
-        ("unreadable", ["cat/3.png", "and 1 more"]),
+        ("unreadable", ["cat/3.png (and 1 more) can't be read as an image"]),
+        ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),
     ],
 )
 def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
@@ -93,3 +97,19 @@ def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
         dataset[4]
+
+
+@pytest.mark.parametrize(("name", "type"), [("1.png", "<u2"), ("1.tiff", "<u2"), ("1.tiff", ">u2"), ("1.pgm", "<u2")])
+def test_16_bits_are_scaled_to_8(tmp_path: Path, name: str, type: str) -> None:
+    pixels = np.array([[0, 128, 129, 256], [257, 385, 386, 30000]] * 2).T.astype(type)
+    Image.fromarray(pixels).save(tmp_path / name)
+    for mode in ("L", "RGB"):
+        for plane in decode(tmp_path / name, 4, mode):
+            assert plane.tolist() == np.round(pixels / 257).tolist()
+
+
+@pytest.mark.parametrize("type", [np.int32, np.float32])
+def test_32_bits_are_refused(tmp_path: Path, type: Any) -> None:
+    Image.fromarray(np.ones((4, 4), dtype=type)).save(tmp_path / "1.tiff")
+    with pytest.raises(Refusal, match=r"1\.tiff can't be decoded \(32-bit pixels: save it with 8\)"):
+        decode(tmp_path / "1.tiff", 4, "L")

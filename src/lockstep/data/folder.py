@@ -24,6 +24,7 @@ MODES = {1: "L", 3: "RGB"}
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 WANTED = "hold train/ and test/, with a folder of images per class in each"
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
+DEEP = "32-bit pixels: save it with 8"
 
 
 class FolderDataset:
@@ -122,17 +123,32 @@ def decode(path: Path, image_size: int, mode: str) -> Tensor:
         mode: Pillow's, `L` or `RGB`.
 
     Raises:
-        Refusal: it can't be decoded.
+        Refusal: it can't be decoded, or has 32-bit pixels.
     """
     try:
         with Image.open(path) as image:
-            fitted = image.convert(mode)
+            fitted = _of_8_bits(image).convert(mode)
             if fitted.size != (image_size, image_size):
                 fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Refusal(f"image_folder: {path} can't be decoded ({error})") from error
     pixels = np.array(fitted).reshape(image_size, image_size, -1)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image with what 16 bits hold scaled to 8; Pillow would make all above 255 white."""
+    if _too_deep(image):
+        raise ValueError(DEEP)
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
+
+
+def _too_deep(image: Image.Image) -> bool:
+    """Whether nobody knows which numbers are black and white: not where PNG and PPM, which have no more than 16 bits,
+    are read as 32."""
+    return image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
 def image_folder(
@@ -190,13 +206,16 @@ def check_headers(parts: Sequence[FolderDataset]) -> None:
     broken = []
     for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
         try:
-            Image.open(path).close()
+            with Image.open(path) as image:
+                if _too_deep(image):
+                    broken.append((path, "has " + DEEP))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            broken.append(str(path))
+            broken.append((path, "can't be read as an image: repair or remove it"))
         if time.monotonic() > stop:
             break
     if broken:
-        raise Refusal(f"image_folder: {broken[0]} can't be read as an image{_more(broken)}: repair or remove it")
+        path, why = broken[0]
+        raise Refusal(f"image_folder: {path}{_more(broken)} {why}")
 
 
 def _images(root: Path, name: str) -> list[str]:
@@ -209,5 +228,5 @@ def _images(root: Path, name: str) -> list[str]:
     )
 
 
-def _more(found: Sequence[str]) -> str:
+def _more(found: Sequence[object]) -> str:
     return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
