@@ -59,6 +59,11 @@ def spoil(root: Path, how: str) -> None:
         (root / "test").mkdir()
     elif how == "no test":
         (root / "test").rename(root / "other")
+    elif how == "too deep":
+        for part in ("train", "test"):
+            (root / part).rename(root / "images")
+            (root / part).mkdir()
+            (root / "images").rename(root / part / "images")
     elif how == "other classes":
         cat.rename(cat.with_name("lion"))
     elif how == "unreadable":
@@ -74,6 +79,7 @@ def spoil(root: Path, how: str) -> None:
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
         ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("too deep", ["train has only one folder, images; one per class"]),
         ("other classes", ["same classes", "only test/ has cat (and 1 more)"]),
         ("unreadable", ["cat/3.png (and 1 more) can't be read as an image"]),
         ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),

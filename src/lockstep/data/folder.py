@@ -186,6 +186,9 @@ def image_folder(
     names = [name for name in ("train", "test", "val") if (root / name).is_dir()]
     parts = {name: FolderDataset(root / name, image_size, channels) for name in names}
     train = parts["train"]
+    if len(train.classes) < 2:
+        only = f"only one folder, {train.classes[0]}"
+        raise Refusal(f"image_folder: {root / 'train'} has {only}; one per class is expected there, two at least")
     for name, part in parts.items():
         if differing := sorted(set(train.classes) ^ set(part.classes)):
             has = "train" if differing[0] in train.classes else name
