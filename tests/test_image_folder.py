@@ -92,6 +92,35 @@ def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[st
     assert all(word in one_line(error) for word in words), one_line(error)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"channels": 3.0}, "data.channels=3.0: must be a whole number"),
+        ({"channels": [3]}, "data.channels=[3]: must be a whole number"),
+        ({"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
+        ({"channels": 1, "mean": 0.5}, "data.mean=0.5: must be a list"),
+        ({"mean": 0}, "data.mean=0: must be a list"),
+        ({"mean": []}, "data.mean=[]: must be a list"),
+        ({"mean": ["a", "b", "c"]}, "data.mean=a: must be a number of at least 0"),
+        ({"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
+        ({"std": 0}, "data.std=0: must be a list"),
+        ({"std": [0.2, 0.2, 0.0]}, "data.std=0.0: must be a number greater than 0"),
+        ({"channels": 1, "std": [0.2, 0.2]}, "data.std=[0.2, 0.2]: must be 1 number, one per channel"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        image_folder("nowhere", **options)
+    assert says in one_line(error)
+
+
+def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    usual, given = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec
+    assert (usual.mean[0], usual.std[0]) == (0.485, 0.229)
+    assert (given.mean, given.std) == ((0.0, 0.0, 0.0), (1.0, 2.0, 3.0))
+
+
 def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"data_dir=.*nowhere is no folder"):
         image_folder(str(tmp_path / "nowhere"))

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep.checks import whole
+from lockstep.checks import real, several, whole
 from lockstep.data.datasets import Source, Spec
-from lockstep.layout import Refusal
+from lockstep.layout import Refusal, counted
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 MODES = {1: "L", 3: "RGB"}
@@ -170,13 +170,17 @@ def image_folder(
         Refusal: folders or images that are missing, differ in their classes, or can't be read.
     """
     whole(1)("data.image_size", image_size)
+    whole(1)("data.channels", channels)
     if channels not in MODES:
         raise Refusal(f"data.channels={channels}: must be 1 (grey) or 3 (RGB)")
-    moments = [tuple(given or usual) for given, usual in zip((mean, std), MOMENTS[channels], strict=True)]
-    for name, values in zip(("mean", "std"), moments, strict=True):
-        if len(values) != channels or (name == "std" and min(values) <= 0):
-            bound = " above 0" if name == "std" else ""
-            raise Refusal(f"data.{name}={list(values)}: must be {channels} numbers{bound}, one per channel")
+    moments = []
+    for key, given, usual, each in zip(
+        ("data.mean", "data.std"), (mean, std), MOMENTS[channels], (real(least=0), real(above=0)), strict=True
+    ):
+        values = usual if given is None else tuple(several(each)(key, given))
+        if len(values) != channels:
+            raise Refusal(f"{key}={list(values)}: must be {counted(channels, 'number')}, one per channel")
+        moments.append(values)
     root = Path(data_dir)
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
