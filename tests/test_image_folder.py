@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def spoil(root: Path, how: str) -> None:
             (root / part).rename(root / "images")
             (root / part).mkdir()
             (root / "images").rename(root / part / "images")
+    elif how == "no UTF-8":
+        os.rename(os.fsencode(cat), os.fsencode(cat.parent) + b"/caf\xe9")
     elif how == "other classes":
         cat.rename(cat.with_name("lion"))
     elif how == "unreadable":
@@ -80,6 +83,7 @@ def spoil(root: Path, how: str) -> None:
         ("no classes", ["test has no folders"]),
         ("no test", ["there is no", "/test", "train/ and test/"]),
         ("too deep", ["train has only one folder, images; one per class"]),
+        ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat (and 1 more)"]),
         ("unreadable", ["cat/3.png (and 1 more) can't be read as an image"]),
         ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),

@@ -36,7 +36,7 @@ class FolderDataset:
         channels: 1 or 3.
 
     Raises:
-        Refusal: no class folders, or one without an image.
+        Refusal: no class folders, one without an image, or one whose name is not UTF-8.
     """
 
     streams = True
@@ -48,6 +48,9 @@ class FolderDataset:
         self.classes = tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
         if not self.classes:
             raise Refusal(f"image_folder: {root} has no folders; one folder of images per class is expected there")
+        for name in map(os.fsencode, self.classes):
+            if name.decode(errors="replace").encode() != name:
+                raise Refusal(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
         found = [_images(root, name) for name in self.classes]
         empty = [name for name, names in zip(self.classes, found, strict=True) if not names]
         if empty:
