@@ -50,6 +50,20 @@ def test_image_folder_fingerprint_follows_names_and_sizes(tmp_path: Path) -> Non
     assert open_data(config("image_folder"), str(tmp_path)).fingerprint != before
 
 
+def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    root = write_images(tmp_path / "data")
+    cat = root / "train" / "cat"
+    cat.rename(tmp_path / "elsewhere")
+    cat.symlink_to(tmp_path / "elsewhere")
+    (cat / "again").symlink_to(tmp_path / "elsewhere")
+    (cat / "more").mkdir()
+    (cat / "0.png").rename(cat / "more" / "0.png")
+    (cat / "less").symlink_to("more")
+    names = FolderDataset(root / "train", 8, 3).names.tolist()
+    assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
+    assert len(names) == 12
+
+
 def spoil(root: Path, how: str) -> None:
     cat = root / "train" / "cat"
     if how == "empty class":

@@ -229,13 +229,17 @@ def check_headers(parts: Sequence[FolderDataset]) -> None:
 
 
 def _images(root: Path, name: str) -> list[str]:
-    """Paths of a class's images, relative to `root`, in sorted order."""
-    return sorted(
-        os.path.relpath(os.path.join(folder, file), root)
-        for folder, _, files in os.walk(root / name, followlinks=True)
-        for file in files
-        if file.lower().endswith(EXTENSIONS)
-    )
+    """Paths of a class's images, relative to `root`, in sorted order. A folder that links lead to again counts once."""
+    found, seen = [], set()
+    for folder, folders, files in os.walk(root / name, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()  # of two links to a folder, the same one is followed on every machine
+        images = (file for file in files if file.lower().endswith(EXTENSIONS))
+        found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
+    return sorted(found)
 
 
 def _more(found: Sequence[object]) -> str:
