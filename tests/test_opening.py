@@ -12,11 +12,14 @@ import torch
 from small_data import CONF, arrays, config, one_line
 
 from lockstep.checkpoint_io import AtomicCheckpointIO, load
-from lockstep.data import Spec, open_data
+from lockstep.config import check
+from lockstep.data import Source, Spec, open_data
 from lockstep.data.datasets import fingerprint
 from lockstep.data.embedded import enlarge, synthetic
 from lockstep.data.opening import hold_out
+from lockstep.evaluation import evaluate
 from lockstep.layout import Refusal
+from lockstep.library import compose
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -55,6 +58,15 @@ def test_held_out_samples_are_those_of_smallest_hash() -> None:
     assert set(hold_out(arrays(1000), 0.1, 1)[1].indices) != set(val.indices)
     assert set(val.indices) < set(hold_out(arrays(1000), 0.2, 0)[1].indices)  # a larger fraction only adds
     assert hold_out(arrays(5), 0.0, 0)[1] is None
+
+
+def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
+    monkeypatch.setattr("lockstep.data.opening.build", lambda *args, **offers: source)
+    found = open_data({"_target_": "mine.stripes"}, "nowhere")
+    assert (len(found.train), len(found.val), found.test) == (18, 2, None)
+    with pytest.raises(Refusal, match="data=digits: its Source has no test set"):
+        evaluate(check(dict(compose("data=digits"))), found, tmp_path)
 
 
 def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) -> None:

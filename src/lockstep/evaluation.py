@@ -15,6 +15,7 @@ from lockstep.callbacks import Heartbeat, StandIn
 from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
 from lockstep.data import Splits
+from lockstep.layout import Refusal
 
 
 def find_checkpoint(path: str) -> Path:
@@ -59,7 +60,13 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Tests in this worker; returns the summary. Every worker of the layout calls it."""
+    """Tests in this worker; returns the summary. Every worker of the layout calls it.
+
+    Raises:
+        Refusal: the data set has no test images.
+    """
+    if splits.test is None:
+        raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
     started = time.perf_counter()
     rank = int(os.environ.get("RANK", "0"))
     logs.configure(folder, rank)

@@ -57,7 +57,7 @@ class Source:
     """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
 
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
-    `train` is held out.
+    `train` is held out; where `test` is None, nothing is tested.
     """
 
     train: Any
@@ -71,7 +71,7 @@ class Splits:
     """An opened data set, ready to be cut into steps.
 
     Attributes:
-        train, val, test: map-style datasets; `val` is None where nothing is held out.
+        train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
     """
 
