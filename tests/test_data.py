@@ -58,7 +58,33 @@ def same(one: list[Share], other: list[Share]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
-@pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Subset(Noisy(), list(range(5, 30)))])
+class Listed(Noisy):
+    """One that gives a list, as torch's Subset does to each class derived from it."""
+
+    def __getitems__(self, ids: Any) -> list[Any]:
+        return [self[int(index)] for index in ids]
+
+
+class Batched(Noisy):
+    def __getitems__(self, ids: Any) -> Any:
+        return torch.rand(len(ids)), torch.as_tensor(ids)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Listed, Batched])
+def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: type[Noisy]) -> None:
+    def found(ids: list[int], seed: int = 1, epoch: int = 2) -> list[torch.Tensor]:
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+        return fetch(kind(), np.array(ids), seed, epoch)
+
+    first, again = found([4, 9, 2]), found([4, 9, 2])
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], found([4, 9, 2], epoch=3)[0])
+    assert not torch.equal(first[0], found([4, 9, 2], seed=3)[0])
+    if kind is not Batched:  # wherever the sample lies
+        assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
+
+
+@pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Listed(), Subset(Noisy(), list(range(5, 30)))])
 def test_worker_processes_change_no_bit(dataset: Any) -> None:
     on = layout(batch_size=8, pieces=2)
     torch.manual_seed(0)

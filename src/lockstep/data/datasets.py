@@ -129,23 +129,26 @@ def fingerprint(dataset: Any) -> str:
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
     """The collated samples `ids` of a map-style dataset.
 
-    A dataset whose `__getitems__` returns a list has its items collated; anything else that it returns is the batch.
-    Without `__getitems__`, items are fetched one by one, and random transforms inside the dataset draw from (seed,
-    epoch, sample id): neither worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch:
-    each one sees the same.
+    Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
+    worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
+    Where `__getitems__` returns something else than a list, that is the batch, and draws from its first sample's.
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
-    if hasattr(dataset, "__getitems__"):
+    batched = hasattr(dataset, "__getitems__")
+    if batched and type(dataset).__module__.startswith("lockstep.data."):  # which draw nothing
         found = dataset.__getitems__(ids)
         return default_collate(found) if isinstance(found, list) else found
     items = []
     with _random_state_kept():
-        for index, key in zip(ids.tolist(), mix(seed, 0x5A3B, epoch, ids).tolist(), strict=True):
+        for at, key in enumerate(mix(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
             torch.random.default_generator.manual_seed(key >> 1)
-            items.append(dataset[index])
+            found = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
+            if not isinstance(found, list):
+                return dataset.__getitems__(ids)
+            items += found
     return default_collate(items)
 
 
