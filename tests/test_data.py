@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import random
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,9 +28,10 @@ from lockstep.data import DataModule, Share, Turn
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import fetch
 from lockstep.data.loaders import own_chunks, streams
-from lockstep.layout import Layout
+from lockstep.layout import Layout, Refusal
 from lockstep.library import compose
 from lockstep.models import MnistCNN
+from lockstep.runs import run_in_workers
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
@@ -366,6 +370,21 @@ def test_who_gets_loader_processes_unasked() -> None:
             assert [bool(loader().num_workers) for loader in (data.train_dataloader, data.val_dataloader)] == [
                 wanted
             ] * 2
+
+
+@pytest.mark.parametrize("asked", [("strategy=ddp", "devices=2"), ("num_workers=1",)])
+def test_an_open_file_is_not_shared(tmp_path: Path, asked: tuple[str, ...]) -> None:
+    def started(dataset: Any, *overrides: str) -> Any:
+        made = splits(Subset(dataset, [1, 2]))
+        return run_in_workers(lambda *args: None, check(dict(compose(*overrides))), made, tmp_path)
+
+    with open(__file__) as file, open(tmp_path / "log", "w") as log:
+        with pytest.raises(Refusal, match=r"^Opened: .* open file \(.*test_data.py\).*: open it at first use"):
+            started(Opened(file), *asked)
+        assert started(Opened(file)) is None
+        for may_be_shared in (log, io.StringIO("a"), threading.Lock(), None):
+            assert started(Opened(may_be_shared), *asked) is None
+    assert started(Opened(file), *asked) is None  # it is closed
 
 
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
