@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import random
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,9 +28,10 @@ from lockstep.data import DataModule, Share, Turn
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import fetch
 from lockstep.data.loaders import own_chunks, streams
-from lockstep.layout import Layout
+from lockstep.layout import Layout, Refusal
 from lockstep.library import compose
 from lockstep.models import MnistCNN
+from lockstep.runs import run_in_workers
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
@@ -58,7 +62,33 @@ def same(one: list[Share], other: list[Share]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
-@pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Subset(Noisy(), list(range(5, 30)))])
+class Listed(Noisy):
+    """One that gives a list, as torch's Subset does to each class derived from it."""
+
+    def __getitems__(self, ids: Any) -> list[Any]:
+        return [self[int(index)] for index in ids]
+
+
+class Batched(Noisy):
+    def __getitems__(self, ids: Any) -> Any:
+        return torch.rand(len(ids)), torch.as_tensor(ids)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Listed, Batched])
+def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: type[Noisy]) -> None:
+    def found(ids: list[int], seed: int = 1, epoch: int = 2) -> list[torch.Tensor]:
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+        return fetch(kind(), np.array(ids), seed, epoch)
+
+    first, again = found([4, 9, 2]), found([4, 9, 2])
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], found([4, 9, 2], epoch=3)[0])
+    assert not torch.equal(first[0], found([4, 9, 2], seed=3)[0])
+    if kind is not Batched:  # wherever the sample lies
+        assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
+
+
+@pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Listed(), Subset(Noisy(), list(range(5, 30)))])
 def test_worker_processes_change_no_bit(dataset: Any) -> None:
     on = layout(batch_size=8, pieces=2)
     torch.manual_seed(0)
@@ -340,6 +370,21 @@ def test_who_gets_loader_processes_unasked() -> None:
             assert [bool(loader().num_workers) for loader in (data.train_dataloader, data.val_dataloader)] == [
                 wanted
             ] * 2
+
+
+@pytest.mark.parametrize("asked", [("strategy=ddp", "devices=2"), ("num_workers=1",)])
+def test_an_open_file_is_not_shared(tmp_path: Path, asked: tuple[str, ...]) -> None:
+    def started(dataset: Any, *overrides: str) -> Any:
+        made = splits(Subset(dataset, [1, 2]))
+        return run_in_workers(lambda *args: None, check(dict(compose(*overrides))), made, tmp_path)
+
+    with open(__file__) as file, open(tmp_path / "log", "w") as log:
+        with pytest.raises(Refusal, match=r"^Opened: .* open file \(.*test_data.py\).*: open it at first use"):
+            started(Opened(file), *asked)
+        assert started(Opened(file)) is None
+        for may_be_shared in (log, io.StringIO("a"), threading.Lock(), None):
+            assert started(Opened(may_be_shared), *asked) is None
+    assert started(Opened(file), *asked) is None  # it is closed
 
 
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:

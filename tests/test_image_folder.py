@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from small_data import config, one_line
 
 from lockstep.data import image_folder, open_data
 from lockstep.data.datasets import fetch
-from lockstep.data.folder import FolderDataset
+from lockstep.data.folder import FolderDataset, decode
 from lockstep.layout import Refusal
 
 
@@ -48,6 +50,20 @@ def test_image_folder_fingerprint_follows_names_and_sizes(tmp_path: Path) -> Non
     assert open_data(config("image_folder"), str(tmp_path)).fingerprint != before
 
 
+def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    root = write_images(tmp_path / "data")
+    cat = root / "train" / "cat"
+    cat.rename(tmp_path / "elsewhere")
+    cat.symlink_to(tmp_path / "elsewhere")
+    (cat / "again").symlink_to(tmp_path / "elsewhere")
+    (cat / "more").mkdir()
+    (cat / "0.png").rename(cat / "more" / "0.png")
+    (cat / "less").symlink_to("more")
+    names = FolderDataset(root / "train", 8, 3).names.tolist()
+    assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
+    assert len(names) == 12
+
+
 def spoil(root: Path, how: str) -> None:
     cat = root / "train" / "cat"
     if how == "empty class":
@@ -58,11 +74,20 @@ def spoil(root: Path, how: str) -> None:
         (root / "test").mkdir()
     elif how == "no test":
         (root / "test").rename(root / "other")
+    elif how == "too deep":
+        for part in ("train", "test"):
+            (root / part).rename(root / "images")
+            (root / part).mkdir()
+            (root / "images").rename(root / part / "images")
+    elif how == "no UTF-8":
+        os.rename(os.fsencode(cat), os.fsencode(cat.parent) + b"/caf\xe9")
     elif how == "other classes":
         cat.rename(cat.with_name("lion"))
     elif how == "unreadable":
         (cat / "3.png").write_bytes(b"not an image")
         (cat / "4.png").write_bytes(b"")
+    elif how == "deep":
+        Image.fromarray(np.full((20, 14), 0.5, dtype=np.float32)).save(cat / "6.tiff")
 
 
 @pytest.mark.parametrize(
@@ -71,8 +96,11 @@ def spoil(root: Path, how: str) -> None:
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
         ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("too deep", ["train has only one folder, images; one per class"]),
+        ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat (and 1 more)"]),
-        ("unreadable", ["cat/3.png", "and 1 more"]),
+        ("unreadable", ["cat/3.png (and 1 more) can't be read as an image"]),
+        ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),
     ],
 )
 def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
@@ -80,6 +108,35 @@ def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[st
     with pytest.raises(Refusal) as error:
         image_folder(str(tmp_path))
     assert all(word in one_line(error) for word in words), one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"channels": 3.0}, "data.channels=3.0: must be a whole number"),
+        ({"channels": [3]}, "data.channels=[3]: must be a whole number"),
+        ({"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
+        ({"channels": 1, "mean": 0.5}, "data.mean=0.5: must be a list"),
+        ({"mean": 0}, "data.mean=0: must be a list"),
+        ({"mean": []}, "data.mean=[]: must be a list"),
+        ({"mean": ["a", "b", "c"]}, "data.mean=a: must be a number of at least 0"),
+        ({"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
+        ({"std": 0}, "data.std=0: must be a list"),
+        ({"std": [0.2, 0.2, 0.0]}, "data.std=0.0: must be a number greater than 0"),
+        ({"channels": 1, "std": [0.2, 0.2]}, "data.std=[0.2, 0.2]: must be 1 number, one per channel"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        image_folder("nowhere", **options)
+    assert says in one_line(error)
+
+
+def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    usual, given = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec
+    assert (usual.mean[0], usual.std[0]) == (0.485, 0.229)
+    assert (given.mean, given.std) == ((0.0, 0.0, 0.0), (1.0, 2.0, 3.0))
 
 
 def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
@@ -93,3 +150,19 @@ def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
         dataset[4]
+
+
+@pytest.mark.parametrize(("name", "type"), [("1.png", "<u2"), ("1.tiff", "<u2"), ("1.tiff", ">u2"), ("1.pgm", "<u2")])
+def test_16_bits_are_scaled_to_8(tmp_path: Path, name: str, type: str) -> None:
+    pixels = np.array([[0, 128, 129, 256], [257, 385, 386, 30000]] * 2).T.astype(type)
+    Image.fromarray(pixels).save(tmp_path / name)
+    for mode in ("L", "RGB"):
+        for plane in decode(tmp_path / name, 4, mode):
+            assert plane.tolist() == np.round(pixels / 257).tolist()
+
+
+@pytest.mark.parametrize("type", [np.int32, np.float32])
+def test_32_bits_are_refused(tmp_path: Path, type: Any) -> None:
+    Image.fromarray(np.ones((4, 4), dtype=type)).save(tmp_path / "1.tiff")
+    with pytest.raises(Refusal, match=r"1\.tiff can't be decoded \(32-bit pixels: save it with 8\)"):
+        decode(tmp_path / "1.tiff", 4, "L")

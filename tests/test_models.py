@@ -24,7 +24,7 @@ def plain_option(group: str, name: str) -> dict[str, Any]:
     return {str(key): value for key, value in found.items()}
 
 
-@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 10, 2), (4, 11, 1)])
+@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 10, 2), (4, 11, 3)])
 def test_mnist_cnn_derives_its_sizes(channels: int, image_size: int, num_classes: int) -> None:
     model = mnist_cnn(channels=channels, image_size=image_size, num_classes=num_classes)
     assert model(torch.zeros(3, channels, image_size, image_size)).shape == (3, num_classes)
@@ -33,7 +33,7 @@ def test_mnist_cnn_derives_its_sizes(channels: int, image_size: int, num_classes
         assert model.net.hidden.in_features == 2000
 
 
-@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 1)])
+@pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 3)])
 def test_fast_cnn_derives_its_sizes(channels: int, image_size: int, num_classes: int) -> None:
     model = fast_cnn(channels=channels, image_size=image_size, num_classes=num_classes, width=[2, 3, 4, 5])
     assert model(torch.zeros(3, channels, image_size, image_size)).shape == (3, num_classes)
@@ -100,6 +100,7 @@ def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> Non
         (mnist_cnn, {"image_size": 9}, "at least 10 x 10"),
         (mnist_cnn, {"dropout": 1.0}, "dropout=1.0"),
         (mnist_cnn, {"label_smoothing": -0.1}, "label_smoothing=-0.1"),
+        (mnist_cnn, {"num_classes": 1}, "num_classes=1: .*two at least"),
         (fast_cnn, {"image_size": 18}, "at least 19 x 19"),
         (fast_cnn, {"width": [8, 8, 8]}, r"width=\[8, 8, 8\]: four"),
         (fast_cnn, {"width": [8, 8, 8, 0]}, "at least 1"),

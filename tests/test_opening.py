@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,15 @@ import pytest
 import torch
 from small_data import CONF, arrays, config, one_line
 
-from lockstep.data import open_data
+from lockstep.checkpoint_io import AtomicCheckpointIO, load
+from lockstep.config import check
+from lockstep.data import Source, Spec, open_data
 from lockstep.data.datasets import fingerprint
 from lockstep.data.embedded import enlarge, synthetic
 from lockstep.data.opening import hold_out
+from lockstep.evaluation import evaluate
 from lockstep.layout import Refusal
+from lockstep.library import compose
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -52,6 +58,26 @@ def test_held_out_samples_are_those_of_smallest_hash() -> None:
     assert set(hold_out(arrays(1000), 0.1, 1)[1].indices) != set(val.indices)
     assert set(val.indices) < set(hold_out(arrays(1000), 0.2, 0)[1].indices)  # a larger fraction only adds
     assert hold_out(arrays(5), 0.0, 0)[1] is None
+
+
+def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
+    monkeypatch.setattr("lockstep.data.opening.build", lambda *args, **offers: source)
+    found = open_data({"_target_": "mine.stripes"}, "nowhere")
+    assert (len(found.train), len(found.val), found.test) == (18, 2, None)
+    with pytest.raises(Refusal, match="data=digits: its Source has no test set"):
+        evaluate(check(dict(compose("data=digits"))), found, tmp_path)
+
+
+def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) -> None:
+    images, names = np.random.default_rng(0).random((9, 12, 12)), np.array(["cat", "dog"])
+    spec = Spec(np.int64(1), 12, tuple(np.unique(names)), (images.mean(),), (images.std(),))  # type: ignore[arg-type]
+    saved = {"state_dict": {}, "pytorch-lightning_version": "2", "spec": asdict(spec)}
+    writer = AtomicCheckpointIO()
+    writer.save_checkpoint(saved, tmp_path / "last.ckpt")
+    writer.teardown()
+    assert load(tmp_path / "last.ckpt")["spec"] == asdict(spec)
+    assert (spec.classes, spec.mean) == (("cat", "dog"), (images.mean(),))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Tests in this worker; returns the summary. Every worker of the layout calls it."""
+    """Tests in this worker; returns the summary. Every worker of the layout calls it.
+
+    Raises:
+        Refusal: the data set has no test images.
+    """
+    if splits.test is None:
+        raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
     started = time.perf_counter()
     rank = int(os.environ.get("RANK", "0"))
     logs.configure(folder, rank)

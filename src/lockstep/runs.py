@@ -15,6 +15,7 @@ from lockstep.account import progress, summarise
 from lockstep.accumulation import fitted
 from lockstep.balance import balanced
 from lockstep.config import Config
+from lockstep.data.loaders import refuse_open_files
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of, write_summary
@@ -32,6 +33,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
         raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
+    refuse_open_files(splits, config.layout, config.num_workers)
     before = summary_of(folder)
     try:
         if config.strategy["balance"]:

@@ -40,6 +40,13 @@ class Spec:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
+    def __post_init__(self) -> None:
+        # a checkpoint holds them, and takes no numbers and texts of numpy's
+        for name in ("channels", "image_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name, kind in (("classes", str), ("mean", float), ("std", float)):
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
+
     @property
     def num_classes(self) -> int:
         return len(self.classes)
@@ -50,7 +57,7 @@ class Source:
     """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
 
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
-    `train` is held out.
+    `train` is held out; where `test` is None, nothing is tested.
     """
 
     train: Any
@@ -64,7 +71,7 @@ class Splits:
     """An opened data set, ready to be cut into steps.
 
     Attributes:
-        train, val, test: map-style datasets; `val` is None where nothing is held out.
+        train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
     """
 
@@ -122,23 +129,26 @@ def fingerprint(dataset: Any) -> str:
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
     """The collated samples `ids` of a map-style dataset.
 
-    A dataset whose `__getitems__` returns a list has its items collated; anything else that it returns is the batch.
-    Without `__getitems__`, items are fetched one by one, and random transforms inside the dataset draw from (seed,
-    epoch, sample id): neither worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch:
-    each one sees the same.
+    Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
+    worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
+    Where `__getitems__` returns something else than a list, that is the batch, and draws from its first sample's.
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
-    if hasattr(dataset, "__getitems__"):
+    batched = hasattr(dataset, "__getitems__")
+    if batched and type(dataset).__module__.startswith("lockstep.data."):  # which draw nothing
         found = dataset.__getitems__(ids)
         return default_collate(found) if isinstance(found, list) else found
     items = []
     with _random_state_kept():
-        for index, key in zip(ids.tolist(), mix(seed, 0x5A3B, epoch, ids).tolist(), strict=True):
+        for at, key in enumerate(mix(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
             torch.random.default_generator.manual_seed(key >> 1)
-            items.append(dataset[index])
+            found = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
+            if not isinstance(found, list):
+                return dataset.__getitems__(ids)
+            items += found
     return default_collate(items)
 
 

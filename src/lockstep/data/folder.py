@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep.checks import whole
+from lockstep.checks import real, several, whole
 from lockstep.data.datasets import Source, Spec
-from lockstep.layout import Refusal
+from lockstep.layout import Refusal, counted
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 MODES = {1: "L", 3: "RGB"}
@@ -24,6 +24,7 @@ MODES = {1: "L", 3: "RGB"}
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 WANTED = "hold train/ and test/, with a folder of images per class in each"
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
+DEEP = "32-bit pixels: save it with 8"
 
 
 class FolderDataset:
@@ -35,7 +36,7 @@ class FolderDataset:
         channels: 1 or 3.
 
     Raises:
-        Refusal: no class folders, or one without an image.
+        Refusal: no class folders, one without an image, or one whose name is not UTF-8.
     """
 
     streams = True
@@ -47,6 +48,9 @@ class FolderDataset:
         self.classes = tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")))
         if not self.classes:
             raise Refusal(f"image_folder: {root} has no folders; one folder of images per class is expected there")
+        for name in map(os.fsencode, self.classes):
+            if name.decode(errors="replace").encode() != name:
+                raise Refusal(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
         found = [_images(root, name) for name in self.classes]
         empty = [name for name, names in zip(self.classes, found, strict=True) if not names]
         if empty:
@@ -122,17 +126,32 @@ def decode(path: Path, image_size: int, mode: str) -> Tensor:
         mode: Pillow's, `L` or `RGB`.
 
     Raises:
-        Refusal: it can't be decoded.
+        Refusal: it can't be decoded, or has 32-bit pixels.
     """
     try:
         with Image.open(path) as image:
-            fitted = image.convert(mode)
+            fitted = _of_8_bits(image).convert(mode)
             if fitted.size != (image_size, image_size):
                 fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise Refusal(f"image_folder: {path} can't be decoded ({error})") from error
     pixels = np.array(fitted).reshape(image_size, image_size, -1)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image with what 16 bits hold scaled to 8; Pillow would make all above 255 white."""
+    if _too_deep(image):
+        raise ValueError(DEEP)
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
+
+
+def _too_deep(image: Image.Image) -> bool:
+    """Whether nobody knows which numbers are black and white: not where PNG and PPM, which have no more than 16 bits,
+    are read as 32."""
+    return image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
 def image_folder(
@@ -154,13 +173,17 @@ def image_folder(
         Refusal: folders or images that are missing, differ in their classes, or can't be read.
     """
     whole(1)("data.image_size", image_size)
+    whole(1)("data.channels", channels)
     if channels not in MODES:
         raise Refusal(f"data.channels={channels}: must be 1 (grey) or 3 (RGB)")
-    moments = [tuple(given or usual) for given, usual in zip((mean, std), MOMENTS[channels], strict=True)]
-    for name, values in zip(("mean", "std"), moments, strict=True):
-        if len(values) != channels or (name == "std" and min(values) <= 0):
-            bound = " above 0" if name == "std" else ""
-            raise Refusal(f"data.{name}={list(values)}: must be {channels} numbers{bound}, one per channel")
+    moments = []
+    for key, given, usual, each in zip(
+        ("data.mean", "data.std"), (mean, std), MOMENTS[channels], (real(least=0), real(above=0)), strict=True
+    ):
+        values = usual if given is None else tuple(several(each)(key, given))
+        if len(values) != channels:
+            raise Refusal(f"{key}={list(values)}: must be {counted(channels, 'number')}, one per channel")
+        moments.append(values)
     root = Path(data_dir)
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
@@ -170,6 +193,9 @@ def image_folder(
     names = [name for name in ("train", "test", "val") if (root / name).is_dir()]
     parts = {name: FolderDataset(root / name, image_size, channels) for name in names}
     train = parts["train"]
+    if len(train.classes) < 2:
+        only = f"only one folder, {train.classes[0]}"
+        raise Refusal(f"image_folder: {root / 'train'} has {only}; one per class is expected there, two at least")
     for name, part in parts.items():
         if differing := sorted(set(train.classes) ^ set(part.classes)):
             has = "train" if differing[0] in train.classes else name
@@ -190,24 +216,31 @@ def check_headers(parts: Sequence[FolderDataset]) -> None:
     broken = []
     for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
         try:
-            Image.open(path).close()
+            with Image.open(path) as image:
+                if _too_deep(image):
+                    broken.append((path, "has " + DEEP))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            broken.append(str(path))
+            broken.append((path, "can't be read as an image: repair or remove it"))
         if time.monotonic() > stop:
             break
     if broken:
-        raise Refusal(f"image_folder: {broken[0]} can't be read as an image{_more(broken)}: repair or remove it")
+        path, why = broken[0]
+        raise Refusal(f"image_folder: {path}{_more(broken)} {why}")
 
 
 def _images(root: Path, name: str) -> list[str]:
-    """Paths of a class's images, relative to `root`, in sorted order."""
-    return sorted(
-        os.path.relpath(os.path.join(folder, file), root)
-        for folder, _, files in os.walk(root / name, followlinks=True)
-        for file in files
-        if file.lower().endswith(EXTENSIONS)
-    )
+    """Paths of a class's images, relative to `root`, in sorted order. A folder that links lead to again counts once."""
+    found, seen = [], set()
+    for folder, folders, files in os.walk(root / name, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()  # of two links to a folder, the same one is followed on every machine
+        images = (file for file in files if file.lower().endswith(EXTENSIONS))
+        found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
+    return sorted(found)
 
 
-def _more(found: Sequence[str]) -> str:
+def _more(found: Sequence[object]) -> str:
     return f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, fetch
+from lockstep.data.datasets import ArrayDataset, Splits, fetch
 from lockstep.data.resident import Resident, base
 from lockstep.data.share import Share, Turn
-from lockstep.layout import Layout
+from lockstep.layout import Layout, Refusal
 from lockstep.plan import Plan, chunks, cuts
+from lockstep.workers.environment import external_workers
 
 At = tuple[int, int]
 Cut = tuple[int, int, int]
@@ -208,9 +210,41 @@ def streams(dataset: Any) -> bool:
     return sys.platform == "linux"  # elsewhere processes are not forked, and classes and functions must be found again
 
 
+def refuse_open_files(splits: Splits, layout: Layout, num_workers: int | None) -> None:
+    """Where a run forks several processes, they would move each other's position in a file that is open before.
+
+    Raises:
+        Refusal: a set holds one, and does not say by `streams` that it may be shared.
+    """
+    ranks = layout.strategy == "ddp" and layout.devices > 1 and not external_workers()
+    for part in (splits.train, splits.val, splits.test) if ranks or num_workers else ():
+        found = base(part)
+        try:
+            if not getattr(found, "streams", False):
+                _Probe(SimpleNamespace(write=len)).dump(found)
+        except _OpenFile as error:
+            raise Refusal(
+                f"{type(found).__name__}: this data set holds an open file ({error}), and processes would move each "
+                "other's position in it: open it at first use, in __getitem__"
+            ) from None
+        except Exception:  # what else can't be pickled may be shared
+            continue
+
+
+class _OpenFile(Exception):
+    """Its message is the file's name."""
+
+
 class _Probe(pickle.Pickler):
-    """Leaves out what forked processes share, and what would take long."""
+    """Leaves out what forked processes share, and what would take long.
+
+    Raises:
+        _OpenFile: there is one that is read.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        file = isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO)
+        if file and not obj.closed and obj.readable():
+            raise _OpenFile(getattr(obj, "name", obj))
         shared = isinstance(obj, Tensor | np.ndarray | type | FunctionType)
         return (int, ()) if shared and obj is not int else NotImplemented

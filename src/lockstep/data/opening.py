@@ -42,7 +42,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     checked = Augment.of(augment, source.spec.image_size)
     train, val = (source.train, source.val) if source.val is not None else hold_out(source.train, fraction, split_seed)
     for name, dataset in (("training", train), ("test", source.test)):
-        if not len(dataset):
+        if dataset is not None and not len(dataset):
             raise Refusal(f"data={config.get('name')}: there is no {name} image")
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     return Splits(train, val, source.test, source.spec, hashlib.sha256("".join(parts).encode()).hexdigest(), checked)

@@ -42,6 +42,8 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
+        if num_classes < 2:
+            raise Refusal(f"num_classes={num_classes}: a classifier needs two at least, the data set's Spec names them")
         if not 0 <= label_smoothing < 1:
             raise Refusal(f"label_smoothing={label_smoothing}: a share of the probability, at least 0 and below 1")
         lr_factor(total_steps, **scheduler)  # refuses a schedule before anything is trained,
