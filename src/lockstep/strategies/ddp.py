@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -14,13 +14,31 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lockstep.layout import Refusal
 from lockstep.strategies.single import PieceMixin
 
 COMMUNICATION_TIMEOUT = timedelta(minutes=5)  # a rank that is silent for longer is taken for dead
+
+
+class SettledDDP(nn.parallel.DistributedDataParallel):
+    """Its buckets are from the first step on what they stay. torch makes a start's first backward pass with one bucket,
+    and new ones from what it has seen; a ring adds an element's parts in the order that its place in a bucket gives, so
+    on three or more ranks a run that goes on would make its first step with other bits.
+
+    Private, since nothing public settles them: here they follow from the parameters, last to first, as gradients come.
+    """
+
+    def __init__(self, module: Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, sparse = super()._build_params_for_reducer()
+        return parameters[::-1], sparse[::-1]
 
 
 class DistributedDataParallel(PieceMixin, DDPStrategy):
@@ -54,7 +72,9 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
     def _setup_model(self, model: Module) -> Any:
         self._parameters = list(model.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
-        return super()._setup_model(model)
+        device_ids = self.determine_ddp_device_ids()
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
+            return SettledDDP(model, device_ids=device_ids, **self._ddp_kwargs)
 
     @property
     def outdated(self) -> bool:
