@@ -27,6 +27,7 @@ from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
+from lockstep.launch import place
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
@@ -154,7 +155,7 @@ def _purpose(file: Path) -> str:
 
 
 def line(error: BaseException, config_name: str) -> str:
-    """An error as one line for people."""
+    """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
     message = str(error)
     if match := re.search(r"Could not override '([^']+)'", message):
         return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
@@ -170,8 +171,11 @@ def line(error: BaseException, config_name: str) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     refusal = error.__cause__ if isinstance(error.__cause__, Refusal) else error
-    message = " ".join(str(refusal).split()) or type(error).__name__
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
+    name, message = type(refusal).__name__, " ".join(str(refusal).split())
+    if not isinstance(refusal, BAD_INPUT) and type(error).__module__.partition(".")[0] not in ("lockstep", "__main__"):
+        where = place("".join(traceback.format_exception(error)))
+        message = f"{name}{f': {message}' * bool(message)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message or name)
 
 
 def _files(group: str) -> list[str]:
