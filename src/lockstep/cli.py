@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -122,12 +123,14 @@ def all_know(error: Exception) -> bool:
 
 def keyed(arguments: list[str]) -> list[str]:
     """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
-    Hydra's, on which argparse explains all of these; or chooses nothing of a group, which Hydra does not name."""
+    Hydra's, on which argparse explains all of these; or chooses of a group what is no name, and Hydra names neither."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
-        if (match := re.fullmatch(r"(\w+)=(null)?", argument)) and (ROOT / "conf" / match[1]).is_dir():
-            raise Refusal(f"{argument}: {unknown('none', _files(match[1]))}")
+        if (match := re.match(r"\+*(\w+)=", argument)) and (ROOT / "conf" / match[1]).is_dir():
+            value = OverridesParser.create().parse_overrides([argument])[0].value()
+            if value in (None, "") or isinstance(value, int | float | dict):
+                raise Refusal(f"{argument}: {unknown(str(value or None).lower(), _files(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
