@@ -43,7 +43,7 @@ ACCUMULATE = (1, 2, 4)  # what is offered to each device
 def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measures, predicts, verifies, and answers."""
     started = time.perf_counter()
-    verify = raw.pop("verify")
+    most = None if (verify := raw.pop("verify")) == "all" else whole(1)("verify", verify)
     seconds = real(above=0)("seconds", raw.pop("seconds"))
     assert seconds is not None
     if external_workers() or raw["num_nodes"] != 1:
@@ -69,7 +69,7 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     choices = sorted(predict(raw["batch_size"], offered, config, machine), key=lambda choice: choice.predicted)
     if not choices:
         raise Refusal(f"batch_size={raw['batch_size']}: no layout of this machine holds it")
-    wanted = choices[: len(choices) if verify == "all" else whole(1)("verify", verify)]
+    wanted = choices[:most]
     if not any(choice.devices == 1 for choice in wanted):  # what the answer compares with is measured too
         wanted += [choice for choice in choices if choice.devices == 1][:1]
     for choice in wanted:

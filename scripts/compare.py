@@ -38,7 +38,8 @@ def main() -> int:
         if len(given.runs) == 2 and all(map(is_run, given.runs)):
             pair.report(console, (given.runs[0], given.runs[1]))
             return 0
-        found = Comparison(grouped(find_runs(given.runs)))
+        groups = grouped(runs := find_runs(given.runs))
+        found = Comparison(groups, len(runs) - sum(len(group.runs) for group in groups))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2

@@ -34,6 +34,10 @@ BATCHES = (1, 2, 7)  # sizes that are tried
 NEEDED = ("onnx", "onnxscript")
 
 
+class Different(Exception):
+    """The file gives other probabilities than the model."""
+
+
 class Deployed(nn.Module):
     """Raw images to probabilities."""
 
@@ -75,7 +79,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     if not apart <= TOLERANCE:
         path.unlink()
         more = f"by {apart:.1e}, more than {TOLERANCE:.0e}"
-        raise RuntimeError(f"{path} was not kept: its probabilities differ from the model's {more}")
+        raise Different(f"{path} was not kept: its probabilities differ from the model's {more}")
     about = {"input": ["n", *example.shape[1:]], "dtype": "uint8", "classes": list(spec.classes), "difference": apart}
     path.with_suffix(".json").write_text(json.dumps({**about, "checkpoint": config.checkpoint}, indent=2) + "\n")
     print(f"{path}: agrees with the checkpoint to {apart:.1e} on batches of {', '.join(map(str, BATCHES))}")

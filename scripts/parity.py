@@ -140,13 +140,13 @@ def layouts(config: Config) -> Iterator[dict[str, Any]]:
     most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
     full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
     uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
-    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1)]
+    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (config.raw["strategy"], config.devices)]
     for name in ("ddp",) if config.compile else ("ddp", "dp"):  # which can't go with it
         candidates += [({"name": name}, n) for n in sorted({2, uneven, config.devices, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
             candidates.append(({"name": name, "shares": [3, 1]}, 2))
     seen = set()
-    for strategy, devices in [*candidates, (config.raw["strategy"], config.devices)]:
+    for strategy, devices in candidates:
         changes = asked(config) | {"strategy": strategy, "devices": devices}
         layout = check({**config.raw, **changes}).layout
         if (key := (title(layout), each(layout))) not in seen:

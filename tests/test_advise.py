@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from advice.answer import conclusion
 from advice.prediction import Choice, Machine, predict
+from advise import advise
 from conftest import ROOT, Program
 
 from lockstep.config import check
+from lockstep.layout import Refusal
 
 LATENCY, BANDWIDTH = 2e-4, 1.5e9
 
@@ -72,6 +74,11 @@ def test_measured_is_compared_with_measured() -> None:
     assert "2.50 times as fast as one device (250.0 ms, measured)" in said
     assert "dp is one process" in said
     assert "110.0 ms at best (predicted)" in said
+
+
+def test_what_to_verify_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="verify=two: must be a whole number of at least 1"):
+        advise({"verify": "two"}, tmp_path)
 
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")

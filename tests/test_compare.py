@@ -110,6 +110,7 @@ def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: flo
     told["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
     written(folder, **(told | summary))
     config = {"lr": lr, "seed": seed, "devices": devices, "batch_size": 32, "strategy": {"name": "ddp"}}
+    config["max_epochs"] = 1
     (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
 
 
@@ -173,6 +174,15 @@ def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path)
         ("ddp 2 devices, 2 pieces", "0.1", 0.75),
         ("ddp 2 devices, 2 pieces", "0.2", None),
     ]
+
+
+def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
+    assert "left out" not in compare(sweep, "--to", sweep / "alone").stdout
+    for name in ("evaluation", "export"):
+        written(sweep / "others" / name, layout=LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1})
+    assert "left out: 2 folders of what trained nothing\n" in compare(sweep, "--to", sweep / "beside").stdout
+    assert (sweep / "alone" / "compare.csv").read_text() == (sweep / "beside" / "compare.csv").read_text()
+    assert len(grouped(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
 
 
 def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:

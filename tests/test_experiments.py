@@ -79,3 +79,10 @@ def test_profile_leaves_a_trace_and_a_page(run_train: Program) -> None:
     assert all(float(milliseconds) > 0 for _, milliseconds, name in parts if name != "other")
     assert "aten::convolution_backward" in page
     assert "aten::convolution_backward" in (run.folder / "train.log").read_text()
+
+
+def test_a_run_that_goes_on_is_profiled_from_its_own_first_step(run_train: Program) -> None:
+    first = run_train("data=synthetic", "logger=none", "threads=1", "max_steps=30", "max_epochs=9")
+    run = run_train(f"resume={first.folder}", "debug=profile", "max_steps=50", "max_epochs=9")
+    page = (run.folder / "profile" / "summary.txt").read_text()
+    assert "medians of 8 steps without the profiler" in page

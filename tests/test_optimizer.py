@@ -30,7 +30,14 @@ def test_biases_and_norms_do_not_decay() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"name": "lion"}, "sgd, adamw"), ({"name": "sgd", "beta": 1}, "beta"), ({"name": "adamw", "eps": -1.0}, "-1.0")],
+    [
+        ({"name": "lion"}, "sgd, adamw"),
+        ({"name": "sgd", "beta": 1}, "beta"),
+        ({"name": "sgd", "momentum": None}, "^optimizer.momentum=null: "),
+        ({"name": "sgd", "weight_decay": None}, "^optimizer.weight_decay=null: "),
+        ({"name": "adamw", "eps": -1.0}, "-1.0"),
+        ({"name": "adamw", "betas": [0.9]}, "^optimizer.betas=.*two numbers"),
+    ],
 )
 def test_bad_optimizers_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(Refusal, match=says):

@@ -20,7 +20,7 @@ from conftest import ROOT, Program, Run, summary_of
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep import targets
+from lockstep import cli, targets
 from lockstep.building import make_loggers, make_module
 from lockstep.config import check
 from lockstep.data import Splits, open_data
@@ -936,6 +936,27 @@ def test_what_is_missing_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error, match=wrong):
         build("model", {"_target_": target})
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ('{"a": 1}["label"]', r"KeyError: 'label' \(\S+own\.py:2 in stripes; HYDRA_FULL_ERROR=1 shows the traceback\)"),
+        ("assert 1 > 2", r"AssertionError \(\S+own\.py:2 in stripes; .*"),
+        ("if True", r"SyntaxError: expected ':' \(own\.py, line 2\) \(.*"),
+    ],
+)
+def test_a_mistake_in_the_users_function_has_its_type_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, says: str
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "own.py").write_text(f"def stripes():\n    {fails}\n")
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises((KeyError, AssertionError, SyntaxError)) as caught:
+        build("data", {"_target_": "own.stripes"})
+    assert re.fullmatch(says, cli.line(caught.value, "train"))
 
 
 @pytest.mark.parametrize("ignored", ["optimizer=adamw", "optimizer.weight_decay=0.3", "scheduler=cosine"])

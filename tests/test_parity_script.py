@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, Run
-from parity import trials
+from parity import layouts, trials
 from trials.trial import Trial, prepare, run
 from trials.verdicts import MARGIN, Distances, allowed, apart
 
@@ -75,6 +75,14 @@ def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
     assert run.returncode == 1
     assert "this comparison does not see: lr x 1.01" in run.stderr
     assert "NOT SEEN" in run.stdout
+
+
+def test_the_layout_asked_for_is_compared_and_not_a_plain_one_in_its_place() -> None:
+    overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
+    found = list(layouts(check(dict(compose("accelerator=cpu", *overrides)))))
+    twos = [one["strategy"] for one in found if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
+    assert [strategy.get("compression") for strategy in twos] == ["bf16", None]  # the other one has uneven shares
+    assert found[1]["strategy"] == twos[0]
 
 
 def test_one_piece_is_refused(run_parity: Program) -> None:

@@ -111,11 +111,13 @@ class Group:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Groups runs by their configs, and measures each group against one device.
+    """Groups runs by their configs, and measures each group against one device. Beside runs that trained, what did not
+    (evaluations, predictions, exports) is left out: it has other keys.
 
     Raises:
         Refusal: no run says what it was.
     """
+    runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
     for run in runs:
         said = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}

@@ -13,6 +13,8 @@ from comparison.pair import ABSENT
 from rich import box
 from rich.table import Table
 
+from lockstep.layout import counted
+
 CAPTION = (
     "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
     "GiB: largest process; bold: best"
@@ -33,6 +35,7 @@ class Comparison:
     """All groups, in the order of their first runs."""
 
     groups: list[Group]
+    left_out: int = 0  # folders that trained nothing
 
     @property
     def rows(self) -> list[dict[str, Cell]]:
@@ -61,7 +64,8 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Runs that are not in the numbers, and why."""
-        return [
+        others = [f"left out: {counted(self.left_out, 'folder')} of what trained nothing"] if self.left_out else []
+        return others + [
             f"{run.folder.name}{f' ({group.label})' * bool(group.label)}: {run.summary.get('status', 'without an end')}"
             + (f", {run.summary['error']}" if run.summary.get("error") else "")
             for group in self.groups

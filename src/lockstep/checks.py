@@ -17,14 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]  # the project: conf/, src/, outputs/
 Check = Callable[[str, Any], Any]
 
 
-def whole(least: int, *, optional: bool = False) -> Check:
-    """A whole number of at least `least`."""
+def whole(least: int, *, most: int | None = None, optional: bool = False) -> Check:
+    """A whole number of at least `least`, and at most `most`."""
+    bound = f"of at least {least}" + (f" and at most {most}" if most is not None else "")
 
     def check(key: str, value: Any) -> int | None:
         if value is None and optional:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise Refusal(f"{key}={show(value)}: must be a whole number of at least {least}")
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if not number or value < least or (most is not None and value > most):
+            raise Refusal(f"{key}={show(value)}: must be a whole number {bound}")
         return value
 
     return check
@@ -43,6 +45,13 @@ def real(*, above: float | None = None, least: float | None = None, optional: bo
         return float(value)
 
     return check
+
+
+def fraction(key: str, value: Any) -> float:
+    """A number of at least 0 and below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise Refusal(f"{key}={show(value)}: must be at least 0 and below 1")
+    return float(value)
 
 
 def choice(*names: str) -> Check:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import hydra
 from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +28,7 @@ from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
+from lockstep.launch import place
 from lockstep.layout import Refusal
 from lockstep.sweeps import grid
 from lockstep.sweeps.jobs import conclude, failures
@@ -121,12 +123,14 @@ def all_know(error: Exception) -> bool:
 
 def keyed(arguments: list[str]) -> list[str]:
     """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
-    Hydra's, on which argparse explains all of these; or chooses nothing of a group, which Hydra does not name."""
+    Hydra's, on which argparse explains all of these; or chooses of a group what is no name, and Hydra names neither."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
-        if (match := re.fullmatch(r"(\w+)=(null)?", argument)) and (ROOT / "conf" / match[1]).is_dir():
-            raise Refusal(f"{argument}: {unknown('none', _files(match[1]))}")
+        if (match := re.match(r"\+*(\w+)=", argument)) and (ROOT / "conf" / match[1]).is_dir():
+            value = OverridesParser.create().parse_overrides([argument])[0].value()
+            if value in (None, "") or isinstance(value, int | float | dict):
+                raise Refusal(f"{argument}: {unknown(str(value or None).lower(), _files(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
@@ -154,7 +158,7 @@ def _purpose(file: Path) -> str:
 
 
 def line(error: BaseException, config_name: str) -> str:
-    """An error as one line for people."""
+    """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
     message = str(error)
     if match := re.search(r"Could not override '([^']+)'", message):
         return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
@@ -170,8 +174,11 @@ def line(error: BaseException, config_name: str) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     refusal = error.__cause__ if isinstance(error.__cause__, Refusal) else error
-    message = " ".join(str(refusal).split()) or type(error).__name__
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message)
+    name, message = type(refusal).__name__, " ".join(str(refusal).split())
+    if not isinstance(refusal, BAD_INPUT) and type(error).__module__.partition(".")[0] not in ("lockstep", "__main__"):
+        where = place("".join(traceback.format_exception(error)))
+        message = f"{name}{f': {message}' * bool(message)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message or name)
 
 
 def _files(group: str) -> list[str]:

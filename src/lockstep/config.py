@@ -49,7 +49,7 @@ class Config:
 
     name: Annotated[str, run_name]
     outputs: Annotated[str, folder]
-    seed: Annotated[int, whole(0), 0]
+    seed: Annotated[int, whole(0, most=2**32 - 1), 0]  # as numpy takes
     model: Annotated[dict[str, Any], node, {}]
     data: Annotated[dict[str, Any], node]
     data_dir: Annotated[str, folder]
@@ -133,6 +133,9 @@ def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) 
         raise Refusal("resident=true: there is no GPU for the data to lie on; resident=auto")
     if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
         raise Refusal(f"exact=true holds for precision=64-true, 32-true and bf16-mixed, not {values['precision']}")
+    for name, chosen in values["callbacks"].items():
+        if chosen and not isinstance(chosen, Mapping):
+            raise Refusal(f"callbacks.{name}={show(chosen)}: must be null, or a mapping with its _target_")
     for group in ("model", "data", "callbacks", "logger"):
         for target in named(values[group]):
             check_target(f"{group}._target_", target)

@@ -172,7 +172,7 @@ def _explain(rank: int, failure: Any) -> Exception:
     if message.startswith("To enable traceback"):  # the agent's words where a worker left without a message
         message = f"exit code {failure.exitcode}"
     lines = message.splitlines() or ["no reason given"]
-    where = f" ({_place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
+    where = f" ({place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
     failed = WorkerFailed(f"rank {rank} failed: {lines[0]}{where}")
     failed.add_note(trace)
     return failed
@@ -187,7 +187,7 @@ def _original(message: str) -> str:
     return re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
 
 
-def _place(trace: str) -> str:
+def place(trace: str) -> str:
     """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
     others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
     found = [

@@ -66,8 +66,7 @@ class Profile(Callback):
         self._profiler.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if self._profiler is not None and self.skip <= step < self.skip + self.steps:
+        if self._profiler is not None and self.skip <= self._profiler.step_num < self.skip + self.steps:
             meter = find(trainer)
             self._split.begin(trainer, pl_module, meter.wait if meter is not None else 0.0)
         self._name("forward")
@@ -102,12 +101,12 @@ class Profile(Callback):
             return
         self._name(None)
         self._profiler.stop()
-        self._profiler = None
+        made, self._profiler = self._profiler.step_num, None  # since this start
         if self._page:
             LOG.info("%s", self._page)
         else:
             need = self.skip + 2 * self.steps + 1
-            LOG.warning("nothing profiled: %d steps, at least %d are needed", trainer.global_step, need)
+            LOG.warning("nothing profiled: %d steps, at least %d are needed", made, need)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         with contextlib.suppress(RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from lockstep.checks import real, show, whole
+from lockstep.checks import fraction, show, whole
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import Source, Splits, fingerprint
 from lockstep.layout import Refusal
@@ -30,7 +30,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         Refusal: missing, incomplete or damaged data, or an option out of range.
     """
     options = dict(config)
-    fraction = _fraction(options.pop("val_fraction", 0.1))
+    held = fraction("data.val_fraction", options.pop("val_fraction", 0.1))
     split_seed = whole(0)("data.split_seed", options.pop("split_seed", 0))
     augment = options.pop("augment", None)
     if augment is not None and not isinstance(augment, Mapping):
@@ -40,7 +40,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         made = type(source).__name__
         raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.data.Source, not {made}")
     checked = Augment.of(augment, source.spec.image_size)
-    train, val = (source.train, source.val) if source.val is not None else hold_out(source.train, fraction, split_seed)
+    train, val = (source.train, source.val) if source.val is not None else hold_out(source.train, held, split_seed)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise Refusal(f"data={config.get('name')}: there is no {name} image")
@@ -61,10 +61,3 @@ def hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     if held >= samples:
         raise Refusal(f"data.val_fraction={fraction:g}: of {samples} training images none would be left")
     return Subset(dataset, np.sort(by_hash[held:])), Subset(dataset, np.sort(by_hash[:held]))  # type: ignore[arg-type]
-
-
-def _fraction(value: Any) -> float:
-    fraction = real(least=0)("data.val_fraction", value)
-    if fraction is None or fraction >= 1:
-        raise Refusal(f"data.val_fraction={show(value)}: must be at least 0 and below 1")
-    return fraction

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.checks import several, whole
 from lockstep.layout import Refusal
 from lockstep.models.classifier import ImageClassifier
 
@@ -32,8 +33,8 @@ class FastCNN(ImageClassifier):
         width: Sequence[int] = (16, 32, 64, 128),
         **task: Any,
     ) -> None:
-        if len(width) != 4 or not all(isinstance(n, int) and n >= 1 for n in width):
-            raise Refusal(f"width={width}: four whole numbers of at least 1, the channels of each convolution")
+        if len(several(whole(1))("model.width", width)) != 4:
+            raise Refusal(f"model.width={width}: must be four numbers, the channels of each convolution")
         side = (image_size - 3) // 2 // 2 // 2  # of what the last convolution sees
         if side < 2:
             raise Refusal(f"fast_cnn needs images of at least 19 x 19 pixels, these are {image_size} x {image_size}")

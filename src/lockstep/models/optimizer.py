@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checks import fraction, real, several
 from lockstep.layout import Refusal
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
@@ -22,8 +23,10 @@ def build_optimizer(
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise Refusal(f"optimizer={name}: unknown, one of {known}; configure_optimizers makes any other: docs/own.md")
-    if not 0 <= options.get("momentum", 0) < 1:
-        raise Refusal(f"optimizer.momentum={options['momentum']}: at least 0 and below 1")
+    fraction("optimizer.momentum", options.get("momentum", 0))
+    real(least=0)("optimizer.weight_decay", weight_decay)
+    if "betas" in options and len(several(fraction)("optimizer.betas", options["betas"])) != 2:
+        raise Refusal(f"optimizer.betas={options['betas']}: must be two numbers")
     trained = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checks import choice, flag
 from lockstep.layout import Refusal
 from lockstep.models.classifier import ImageClassifier
 
@@ -33,10 +34,9 @@ class ResNet18(ImageClassifier):
         pretrained: bool = False,
         **task: Any,
     ) -> None:
-        if stem not in ("auto", "small", "imagenet"):
-            raise Refusal(f"stem={stem}: unknown, one of auto, small, imagenet")
-        if norm not in ("batch", "group"):
-            raise Refusal(f"norm={norm}: unknown, one of batch, group")
+        choice("auto", "small", "imagenet")("model.stem", stem)
+        choice("batch", "group")("model.norm", norm)
+        flag("model.pretrained", pretrained)
         small = stem == "small" or (stem == "auto" and image_size <= 64)
         least = 9 if small else 33
         if norm == "batch" and image_size < least:
