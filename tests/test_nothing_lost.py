@@ -19,11 +19,13 @@ import pytest
 import torch
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
 from lockstep import resume
 from lockstep.layout import Refusal
+from lockstep.library import compose
 from lockstep.resume import differences, overrides
 from lockstep.sweeps.grid import arguments
 from lockstep.sweeps.jobs import Job, prepare
@@ -243,7 +245,7 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     (folder / "0" / "checkpoints").mkdir(parents=True)
     (folder / "0" / "checkpoints" / "last.ckpt").touch()
-    run, sweep = overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[1:]
+    run, sweep = overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1]
     job = prepare(Job(0, folder / "0", []))
     values = [
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(x)} for x in (run, sweep, job)
@@ -252,6 +254,25 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     assert [value["resume"] for value in (values[0], values[2])] == [
         str(path / "checkpoints" / "last.ckpt") for path in (folder, folder / "0")
     ]
+
+
+def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
+    for file, content in {
+        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
+        "run/checkpoints/last.ckpt": "",
+        "run/.hydra/overrides.yaml": "[experiment=best]",
+        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
+            {"path": "/conf", "schema": "file", "provider": "main"},
+            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
+        ]}}}),
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
+    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
+        found = overrides([f"resume={tmp_path / 'run'}", *other], "train")
+        assert not [override for override in found if "searchpath" in override]
+        assert found[-len(other) :] == other
 
 
 def test_what_changed_since_the_checkpoint_is_told_once() -> None:

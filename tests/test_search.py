@@ -56,6 +56,8 @@ def test_the_best_is_an_experiment(undisturbed: Run, run_train: Program) -> None
     best = summary_of(folder / str(max(values, key=lambda job: values[job])))
     again = run_train(f"--config-dir={folder}", "experiment=best").summary
     assert again["weights_sha256"] == best["weights_sha256"]
+    (made,) = run_train.outputs.glob("*/*")
+    assert f"resume: {made}/checkpoints/last.ckpt\n" in run_train(f"resume={made}", "--cfg", "job").stdout
     other = run_train(f"--config-dir={folder}", "experiment=best", "lr=0.02", "name=other")
     assert summary_of(next(other.outputs.glob("other/*")))["weights_sha256"] != best["weights_sha256"]
 

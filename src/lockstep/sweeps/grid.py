@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,19 +35,20 @@ def arguments(given: Sequence[str]) -> list[str]:
     Raises:
         Refusal: it is no sweep's folder, or what is given now would list other jobs.
     """
-    wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
-    # Hydra's flags come first: argparse takes overrides in one row only.
-    flags = [argument for argument in given if argument in resume.MULTIRUN or re.match(r"--[\w-]+=", argument)]
-    now = [argument for argument in given if argument not in flags and not argument.startswith(RESUME)]
+    flags, task = resume.separated(given)
+    wanted = [argument.removeprefix(RESUME) for argument in task if argument.startswith(RESUME)]
+    now = [argument for argument in task if not argument.startswith(RESUME)]
     if not wanted or wanted[-1] in ("null", ""):
-        return [*flags, *now]
+        return [*now, *flags]
     folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
         raise Refusal(f"{RESUME}{wanted[-1]}: no sweep's folder, there is no {record}")
     try:
-        saved = OmegaConf.load(record).hydra.overrides
+        loaded = OmegaConf.load(record)
+        saved = loaded.hydra.overrides
         before, of_hydra = list(map(str, saved.task)), list(map(str, saved.hydra))
+        of_hydra += resume.config_folders(loaded, given)
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
     kept = {key(argument): argument for argument in [*of_hydra, *before]}
@@ -60,7 +60,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
-    return [*flags, *kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}"]
+    return [*kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
 
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:
