@@ -18,12 +18,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
 from lockstep import resume
+from lockstep.checks import ROOT
+from lockstep.cli import register_resolvers
 from lockstep.layout import Refusal
 from lockstep.library import compose
 from lockstep.resume import differences, overrides
@@ -273,6 +277,27 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
         found = overrides([f"resume={tmp_path / 'run'}", *other], "train")
         assert not [override for override in found if "searchpath" in override]
         assert found[-len(other) :] == other
+
+
+@pytest.mark.parametrize("program", ["advise", "differences", "parity", "scaling", "evaluate"])
+def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
+    with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+        overrides(["resume=last"], program)
+    assert overrides(["resume=null"], program) == ["resume=null"]
+
+
+def test_runs_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs" / "mnist_cnn_digits" / "1"
+    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml"):
+        (run / file).parent.mkdir(parents=True)
+        (run / file).write_text("[]")
+    assert f"hydra.run.dir='{run}'" in overrides(["resume=last", "outputs='~/runs'"], "train")
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = hydra_compose("train", ["outputs='~/runs'"], return_hydra_config=True)
+    assert Path(config.hydra.run.dir).parent == run.parent
+    assert Path(config.hydra.sweep.dir).parent == run.parent / "sweeps"
 
 
 def test_what_changed_since_the_checkpoint_is_told_once() -> None:

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import began, resume, slurm
+from lockstep import began, checks, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
@@ -216,6 +216,7 @@ def forget(folder: Path) -> None:
 
 def register_resolvers() -> None:
     """What conf/hydra/default.yaml names a run's folder with."""
+    OmegaConf.register_new_resolver("outputs", lambda path: checks.folder("outputs", path), replace=True)
     OmegaConf.register_new_resolver("folder", lambda name: run_name("name", name), replace=True)
     OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True, replace=True)
 

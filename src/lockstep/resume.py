@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import slurm
+from lockstep import checks, slurm
 from lockstep.atomic import replacing
 from lockstep.checks import ROOT
 from lockstep.config import Config
@@ -37,7 +37,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         arguments: `sys.argv[1:]`.
 
     Raises:
-        Refusal: there is nothing to resume.
+        Refusal: there is nothing to resume, or the program is another one than train.py.
     """
     flags, task = separated(arguments)
     wanted = [argument.removeprefix("resume=") for argument in task if argument.startswith("resume=")]
@@ -49,6 +49,10 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         wanted = [str(run)] if run else []
     if not wanted or wanted[-1] in ("null", "None", ""):
         return list(arguments)
+    if config_name != "train":
+        raise Refusal(
+            f"resume={wanted[-1]}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
+        )
     given = [argument for argument in task if not argument.startswith("resume=")]
     checkpoint = _find(wanted[-1], [*given, *flags], config_name)
     folder = checkpoint.parent.parent
@@ -170,7 +174,7 @@ def _runs(given: Sequence[str], config_name: str) -> Path:
         single += _searched([os.path.abspath(parsed.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose(config_name, overrides=single)
-    return Path(config.outputs).absolute() / str(config.name)
+    return Path(checks.folder("outputs", config.outputs)) / str(config.name)
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
