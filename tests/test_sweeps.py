@@ -108,6 +108,35 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
 
 
+WITHOUT_SUMMARY = """
+import sys
+sys.path.insert(0, "src")
+from lockstep import cli
+
+def job(raw, folder):
+    witness = folder.parent / "witness"
+    if raw["seed"] == 1 and not witness.exists():
+        witness.touch()
+        raise ValueError("no luck")
+
+cli.command(job, "advise")
+"""
+
+
+def test_jobs_of_a_program_that_writes_no_summary(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(WITHOUT_SUMMARY)
+    program = Program(tmp_path / "outputs", str(script))
+    run = program("-m", "seed=0,1", ok=False)
+    assert run.returncode == 1, str(run)
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed", "failed"]
+    folder = run.jobs[0].parent
+    assert f"python {os.path.relpath(script)} sweep.resume={os.path.relpath(folder)}\n" in run.stderr
+    run = program(f"sweep.resume={folder}")
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
+    assert run.stderr.endswith(": seed=1\n"), "and of no metric to choose by is not spoken"
+
+
 # The parts
 
 

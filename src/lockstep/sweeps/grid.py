@@ -193,4 +193,5 @@ def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
 
 def hint(folder: Path) -> None:
     """Says how a sweep that is not complete goes on."""
-    print(f"to run what is missing: python src/train.py {RESUME}{os.path.relpath(folder)}", file=sys.stderr)
+    program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
+    print(f"to run what is missing: python {program} {RESUME}{shown}", file=sys.stderr)
