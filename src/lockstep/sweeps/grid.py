@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -122,11 +123,23 @@ def launch(
 def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
     """Refuses what a job would refuse when its turn comes, hours later perhaps.
 
-    Hydra composes a config in 80 ms, and has done so for each job already, to see that it can. Jobs of a grid set the
-    same keys: where only plain values differ, they are put into the config of the job before, in a tenth of that.
-
     Raises:
         Refusal: naming the job.
+    """
+    for job, error in refusals(config, context, listed):
+        if isinstance(error, Refusal):
+            raise Refusal(f"{error} (job {job.number}: {job.label})") from None
+        if error:
+            raise error
+
+
+def refusals(
+    config: DictConfig, context: HydraContext, listed: Iterable[Job]
+) -> Iterator[tuple[Job, Exception | None]]:
+    """Jobs, and what is wrong with the config of each.
+
+    Hydra composes a config in 80 ms, and has done so for each job of a grid already, to see that it can. Jobs set the
+    same keys: where only plain values differ, they are put into the config of the job before, in a tenth of that.
     """
     parser, loader = OverridesParser.create(config_loader=context.config_loader), context.config_loader
     composed: dict[tuple[str, ...], DictConfig] = {}
@@ -140,16 +153,17 @@ def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job])
             and not loader.get_group_options(override.key_or_group)
         }
         others = tuple(str(override.input_line) for override in overrides if override.key_or_group not in values)
-        if others not in composed:
-            composed[others] = loader.load_sweep_config(config, job.overrides)
-            with open_dict(composed[others]):
-                del composed[others]["hydra"]
-        for name, value in values.items():
-            OmegaConf.update(composed[others], name, value)
         try:
+            if others not in composed:
+                composed[others] = loader.load_sweep_config(config, job.overrides)
+                with open_dict(composed[others]):
+                    del composed[others]["hydra"]
+            for name, value in values.items():
+                OmegaConf.update(composed[others], name, value)
             check(OmegaConf.to_container(composed[others], resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
-        except Refusal as refusal:
-            raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+            yield job, None
+        except (Refusal, HydraException, OmegaConfBaseException) as error:
+            yield job, error
 
 
 class Runner:
