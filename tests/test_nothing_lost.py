@@ -18,12 +18,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import Process, Program, Run, ended, of_process, summary_of, wait_for, workers_of
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
 from lockstep import resume
+from lockstep.checks import ROOT
+from lockstep.cli import register_resolvers
 from lockstep.layout import Refusal
+from lockstep.library import compose
 from lockstep.resume import differences, overrides
 from lockstep.sweeps.grid import arguments
 from lockstep.sweeps.jobs import Job, prepare
@@ -244,7 +250,7 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     (folder / "0" / "checkpoints").mkdir(parents=True)
     (folder / "0" / "checkpoints" / "last.ckpt").touch()
-    run, sweep = overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[1:]
+    run, sweep = overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1]
     job = prepare(Job(0, folder / "0", []))
     values = [
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(x)} for x in (run, sweep, job)
@@ -253,6 +259,46 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     assert [value["resume"] for value in (values[0], values[2])] == [
         str(path / "checkpoints" / "last.ckpt") for path in (folder, folder / "0")
     ]
+
+
+def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
+    for file, content in {
+        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
+        "run/checkpoints/last.ckpt": "",
+        "run/.hydra/overrides.yaml": "[experiment=best]",
+        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
+            {"path": "/conf", "schema": "file", "provider": "main"},
+            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
+        ]}}}),
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
+    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
+        found = overrides([f"resume={tmp_path / 'run'}", *other], "train")
+        assert not [override for override in found if "searchpath" in override]
+        assert found[-len(other) :] == other
+
+
+@pytest.mark.parametrize("program", ["advise", "differences", "parity", "scaling", "evaluate"])
+def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
+    with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+        overrides(["resume=last"], program)
+    assert overrides(["resume=null"], program) == ["resume=null"]
+
+
+def test_runs_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs" / "mnist_cnn_digits" / "1"
+    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml"):
+        (run / file).parent.mkdir(parents=True)
+        (run / file).write_text("[]")
+    assert f"hydra.run.dir='{run}'" in overrides(["resume=last", "outputs='~/runs'"], "train")
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = hydra_compose("train", ["outputs='~/runs'"], return_hydra_config=True)
+    assert Path(config.hydra.run.dir).parent == run.parent
+    assert Path(config.hydra.sweep.dir).parent == run.parent / "sweeps"
 
 
 def test_what_changed_since_the_checkpoint_is_told_once() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from conftest import Program, Run, summary_of, wait_for
+from conftest import ROOT, Program, Run, summary_of, wait_for
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from lockstep.layout import Refusal
-from lockstep.sweeps.search import distribution, search
+from lockstep.sweeps.search import check_fixed, distribution, search
 from lockstep.sweeps.study import Study
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -57,6 +61,8 @@ def test_the_best_is_an_experiment(undisturbed: Run, run_train: Program) -> None
     best = summary_of(folder / str(max(values, key=lambda job: values[job])))
     again = run_train(f"--config-dir={folder}", "experiment=best").summary
     assert again["weights_sha256"] == best["weights_sha256"]
+    (made,) = run_train.outputs.glob("*/*")
+    assert f"resume: {made}/checkpoints/last.ckpt\n" in run_train(f"resume={made}", "--cfg", "job").stdout
     other = run_train(f"--config-dir={folder}", "experiment=best", "lr=0.02", "name=other")
     assert summary_of(next(other.outputs.glob("other/*")))["weights_sha256"] != best["weights_sha256"]
 
@@ -84,6 +90,16 @@ def test_a_failed_trial_is_not_the_end(run_train: Program) -> None:
     assert {(row["batch_size"], row["status"]) for row in found} == {("32", "complete"), ("33", "fail")}
     assert all(("can't be cut" in row["error"]) == (row["batch_size"] == "33") for row in found)
     assert run.returncode == 0, str(run)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [("max_epochs=0", "max_epochs=0: must be"), ("sweep.jobs=9999", "sweep.jobs=9999: each job has")]
+)
+def test_what_no_trial_can_mend_is_refused_before_any(run_train: Program, wrong: str, said: str) -> None:
+    run = run_train("sweep=optuna", "lr=interval(0.01,0.1)", wrong, ok=False)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1), str(run)
+    assert run.stderr.startswith(f"error: {said}")
+    assert not run.outputs.exists()
 
 
 @pytest.mark.parametrize(("others", "status"), [(1.0, "pruned"), (0.0, "completed")])
@@ -150,6 +166,33 @@ def test_hydras_words_for_a_space(override: str, drawn: Any) -> None:
 def test_a_space_that_can_not_be_drawn() -> None:
     with pytest.raises(Refusal, match=r"lr=.*log"):
         distribution(OverridesParser.create().parse_override("lr=tag(log,interval(0,1))"))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "space", "wrong"),
+    [
+        ("max_epochs=0", {"lr": FloatDistribution(0, 0.1), "batch_size": CategoricalDistribution([33, 32])}, True),
+        ("pieces=2", {"batch_size": CategoricalDistribution([33, 32])}, False),
+        ("pieces=2", {"batch_size": IntDistribution(31, 33)}, False),
+        ("pieces=2", {"batch_size": CategoricalDistribution([33])}, True),
+        (
+            "elastic=true",
+            {"strategy": CategoricalDistribution(["auto", "dp"]), "devices": CategoricalDistribution([1, 2])},
+            False,
+        ),
+        (
+            "elastic=true",
+            {"devices": CategoricalDistribution([1, 2]), "strategy": CategoricalDistribution(["dp"])},
+            True,
+        ),
+        ("seed=1", {"model": CategoricalDistribution(["nope", "mnist_cnn"])}, False),
+    ],
+)
+def test_what_a_trial_can_mend_is_left_to_it(fixed: str, space: dict[str, Any], wrong: bool) -> None:
+    loader = ConfigLoaderImpl(create_config_search_path(str(ROOT / "conf")))
+    config = loader.load_configuration("train", [fixed], RunMode.MULTIRUN)
+    with pytest.raises(Refusal) if wrong else nullcontext():
+        check_fixed(config, HydraContext(loader, None), [fixed], space)  # type: ignore[arg-type]
 
 
 def test_a_trial_that_runs_is_not_taken_for_dead(tmp_path: Path) -> None:

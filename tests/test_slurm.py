@@ -117,6 +117,29 @@ def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> Non
         assert runs[0].summary[key] == undisturbed.summary[key], key
 
 
+@pytest.mark.parametrize("flags", [["--config-dir", "{}"], ["--config-dir={}"]])
+def test_what_was_composed_from_a_folder_of_ones_own_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    flags = [flag.format(tmp_path) for flag in flags]
+    task = ["experiment=best", f"outputs={tmp_path}"]
+    for file, content in {
+        "experiment/best.yaml": "# @package _global_\nname: best\n",
+        "best/1/checkpoints/last.ckpt": "",
+        "best/1/provenance.json": '{"slurm_job": "77"}',
+        "best/1/.hydra/overrides.yaml": OmegaConf.to_yaml(task),
+        "best/sweeps/2/0/provenance.json": '{"slurm_job": "77"}',
+        "best/sweeps/2/multirun.yaml": OmegaConf.to_yaml({"hydra": {"overrides": {"task": [*task, "seed=0,1"]}}}),
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert f"hydra.run.dir='{tmp_path / 'best' / '1'}'" in resume.overrides([*flags, *task], "train")
+    sweep = resume.overrides(["-m", *flags, *task, "seed=0,1"], "train")
+    assert sweep == [f"sweep.resume={tmp_path / 'best' / 'sweeps' / '2'}", "-m", *flags]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "environment", ["SLURM_JOB_ID SLURM_NTASKS=2 SLURM_PROCID=", "TORCHELASTIC_RUN_ID WORLD_SIZE=2 RANK="]

@@ -108,6 +108,35 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
 
 
+WITHOUT_SUMMARY = """
+import sys
+sys.path.insert(0, "src")
+from lockstep import cli
+
+def job(raw, folder):
+    witness = folder.parent / "witness"
+    if raw["seed"] == 1 and not witness.exists():
+        witness.touch()
+        raise ValueError("no luck")
+
+cli.command(job, "advise")
+"""
+
+
+def test_jobs_of_a_program_that_writes_no_summary(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(WITHOUT_SUMMARY)
+    program = Program(tmp_path / "outputs", str(script))
+    run = program("-m", "seed=0,1", ok=False)
+    assert run.returncode == 1, str(run)
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed", "failed"]
+    folder = run.jobs[0].parent
+    assert f"python {os.path.relpath(script)} sweep.resume={os.path.relpath(folder)}\n" in run.stderr
+    run = program(f"sweep.resume={folder}")
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
+    assert run.stderr.endswith(": seed=1\n"), "and of no metric to choose by is not spoken"
+
+
 # The parts
 
 
@@ -142,10 +171,25 @@ def recorded(tmp_path: Path) -> Path:
 def test_resuming_repeats_what_was_said(recorded: Path) -> None:
     there = [f"sweep.resume='{recorded}'", f"hydra.sweep.dir='{recorded}'"]
     given = ["hydra.verbose=true", "seed=0,1", "lr=0.1", "sweep.jobs=2"]
-    assert arguments([f"sweep.resume={recorded}"]) == ["-m", *given, *there]
+    assert arguments([f"sweep.resume={recorded}"]) == [*given, *there, "-m"]
     given[3] = "sweep.jobs=1"
-    assert arguments(["-m", "sweep.jobs=1", f"sweep.resume={recorded}"]) == ["-m", *given, *there]
-    assert arguments(["lr=1", "-m", "seed=0,1"]) == ["-m", "lr=1", "seed=0,1"]
+    assert arguments(["-m", "sweep.jobs=1", f"sweep.resume={recorded}"]) == [*given, *there, "-m"]
+    assert arguments(["lr=1", "-m", "seed=0,1"]) == ["lr=1", "seed=0,1", "-m"]
+
+
+def test_flags_are_told_from_overrides(recorded: Path) -> None:
+    assert arguments(["lr=1", "--config-dir", "x", "seed=1", "-c", "job"]) == [
+        *("lr=1", "seed=1", "--config-dir", "x", "-c", "job")
+    ]
+    assert arguments([f"sweep.resume={recorded}", "--config-dir", "x"])[-3:] == ["-m", "--config-dir", "x"]
+
+
+def test_a_sweep_goes_on_with_the_config_folder_that_it_was_given(recorded: Path) -> None:
+    record = recorded / "multirun.yaml"
+    sources = "runtime: {config_sources: [{path: /a b, schema: file, provider: command-line}]}"
+    record.write_text(record.read_text().replace("{overrides", f"{{{sources}, overrides", 1))
+    assert "hydra.searchpath=['file:///a b']" in arguments([f"sweep.resume={recorded}"])
+    assert "searchpath" not in "".join(arguments([f"sweep.resume={recorded}", "--config-dir=x"]))
 
 
 @pytest.mark.parametrize("changed", ["seed=0,1,2", "seed=1", "batch_size=32,64"])

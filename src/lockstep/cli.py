@@ -23,15 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import began, resume, slurm
+from lockstep import began, checks, resume, slurm
 from lockstep.checks import ROOT, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
 from lockstep.launch import place
 from lockstep.layout import Refusal
+from lockstep.summary import summary_of
 from lockstep.sweeps import grid
-from lockstep.sweeps.jobs import conclude, failures
+from lockstep.sweeps.jobs import ENDED_WELL, conclude, failures
 from lockstep.workers.environment import STARTED, external_workers
 from lockstep.workers.group import agree
 from lockstep.workers.signals import Interrupted
@@ -66,7 +67,11 @@ def command(job: Job, config_name: str) -> NoReturn:
         goes_on = HydraConfig.get().output_subdir is None  # see resume.overrides
         try:
             with resume.recorded(cfg, folder, BAD_INPUT) if goes_on else nullcontext():
-                return job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
+                result = job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
+            shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
+            if sweeping and not shared and summary_of(folder).get("status") not in ENDED_WELL:
+                conclude(folder, "completed")  # the program writes none
+            return result
         except Exception as error:
             if sweeping and external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 print(f"error: {line(error, config_name)}", file=sys.stderr)
@@ -225,6 +230,7 @@ def forget(folder: Path) -> None:
 
 def register_resolvers() -> None:
     """What conf/hydra/default.yaml names a run's folder with."""
+    OmegaConf.register_new_resolver("outputs", lambda path: checks.folder("outputs", path), replace=True)
     OmegaConf.register_new_resolver("folder", lambda name: run_name("name", name), replace=True)
     OmegaConf.register_new_resolver("stamp", _stamp, use_cache=True, replace=True)
 

@@ -5,17 +5,19 @@ A SLURM job that was queued again resumes by itself, a run or a sweep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser  # as in lockstep.cli
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import slurm
+from lockstep import checks, slurm
 from lockstep.atomic import replacing
 from lockstep.checks import ROOT
 from lockstep.config import Config
@@ -28,36 +30,67 @@ NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, those
-    given now, the run's own folder and its checkpoint.
+    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, the
+    config folders that it was composed with, what is given now, the run's own folder and its checkpoint.
 
     Args:
         arguments: `sys.argv[1:]`.
 
     Raises:
-        Refusal: there is nothing to resume.
+        Refusal: there is nothing to resume, or the program is another one than train.py.
     """
-    wanted = [argument.removeprefix("resume=") for argument in arguments if argument.startswith("resume=")]
+    flags, task = separated(arguments)
+    wanted = [argument.removeprefix("resume=") for argument in task if argument.startswith("resume=")]
     if not wanted and slurm.restarted() and config_name == "train":
         runs = _runs(arguments, config_name)
-        if sweep := slurm.earlier_sweep(runs, arguments):
-            return [*(flag for flag in arguments if flag.startswith("-")), f"sweep.resume={sweep}"]
-        run = slurm.earlier_run(runs, arguments) if MULTIRUN.isdisjoint(arguments) else None
+        if sweep := slurm.earlier_sweep(runs, task):
+            return [f"sweep.resume={sweep}", *flags]
+        run = slurm.earlier_run(runs, task) if MULTIRUN.isdisjoint(flags) else None
         wanted = [str(run)] if run else []
     if not wanted or wanted[-1] in ("null", "None", ""):
         return list(arguments)
-    given = [argument for argument in arguments if not argument.startswith("resume=")]
-    checkpoint = _find(wanted[-1], given, config_name)
+    if config_name != "train":
+        raise Refusal(
+            f"resume={wanted[-1]}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
+        )
+    given = [argument for argument in task if not argument.startswith("resume=")]
+    checkpoint = _find(wanted[-1], [*given, *flags], config_name)
     folder = checkpoint.parent.parent
     saved = folder / ".hydra" / "overrides.yaml"
     if not saved.exists():
         raise Refusal(f"resume={wanted[-1]}: {folder} is no run folder, it has no .hydra/overrides.yaml")
     before = [str(override) for override in OmegaConf.load(saved)]
+    if (of_hydra := saved.with_name("hydra.yaml")).exists():
+        before += config_folders(OmegaConf.load(of_hydra), arguments)
     kept = {key(override): override for override in before if key(override) != "resume"}
     kept |= {key(argument): argument for argument in given}
-    return [
-        *kept.values(), f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"
-    ]  # fmt: skip
+    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
+    return [*kept.values(), *own, *flags]
+
+
+def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line's flags, with their values, and its overrides. Together again, flags stand last: a value of theirs
+    may be left out, and argparse takes overrides in one row only."""
+    overrides = _parsed(arguments).overrides
+    return [argument for argument in arguments if argument not in overrides], overrides
+
+
+def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
+    """Where what `record` tells of was composed with `--config-dir`, and the command line has none: the override that
+    stands for it."""
+    if _parsed(arguments).config_dir:
+        return []
+    sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
+    return _searched(source.path for source in sources if source.provider.endswith("command-line"))
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    return get_args_parser().parse_known_intermixed_args(arguments)[0]
+
+
+def _searched(folders: Iterable[str]) -> list[str]:
+    paths = ",".join(quoted(f"file://{folder}") for folder in folders)
+    return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
 @contextmanager
@@ -85,7 +118,7 @@ def _write(files: Mapping[Path, bytes]) -> None:
             file.write(content)
 
 
-def quoted(path: Path) -> str:
+def quoted(path: Path | str) -> str:
     """A path as an override's value, whatever characters it has."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
@@ -135,10 +168,13 @@ def _runs(given: Sequence[str], config_name: str) -> Path:
     """The folder of all runs of the name that a command line gives."""
     from hydra import compose, initialize_config_dir
 
-    single = [argument for argument in given if not argument.startswith("-") and not sweeps(argument)]
+    parsed = _parsed(given)
+    single = [argument for argument in parsed.overrides if not sweeps(argument)]
+    if parsed.config_dir:
+        single += _searched([os.path.abspath(parsed.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose(config_name, overrides=single)
-    return Path(config.outputs).absolute() / str(config.name)
+    return Path(checks.folder("outputs", config.outputs)) / str(config.name)
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:

@@ -8,12 +8,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-<<<<<<< HEAD
+from lockstep.checks import fraction
 from lockstep.hooks import overrides
 from lockstep.layout import Refusal
-=======
-from lockstep.checks import fraction
->>>>>>> f4
 from lockstep.models.metrics import Evaluation
 from lockstep.models.optimizer import build_optimizer
 from lockstep.models.schedule import lr_factor
@@ -46,14 +43,9 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-<<<<<<< HEAD
         if num_classes < 2:
             raise Refusal(f"num_classes={num_classes}: a classifier needs two at least, the data set's Spec names them")
-        if not 0 <= label_smoothing < 1:
-            raise Refusal(f"label_smoothing={label_smoothing}: a share of the probability, at least 0 and below 1")
-=======
         fraction("model.label_smoothing", label_smoothing)
->>>>>>> f4
         lr_factor(total_steps, **scheduler)  # refuses a schedule before anything is trained,
         build_optimizer(nn.Linear(1, 1), lr, **optimizer)  # and an optimizer
         self.save_hyperparameters(ignore=["net"], logger=False)  # for load_from_checkpoint

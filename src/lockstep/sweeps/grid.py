@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -36,19 +36,20 @@ def arguments(given: Sequence[str]) -> list[str]:
     Raises:
         Refusal: it is no sweep's folder, or what is given now would list other jobs.
     """
-    wanted = [argument.removeprefix(RESUME) for argument in given if argument.startswith(RESUME)]
-    # Hydra's flags come first: argparse takes overrides in one row only.
-    flags = [argument for argument in given if argument in resume.MULTIRUN or re.match(r"--[\w-]+=", argument)]
-    now = [argument for argument in given if argument not in flags and not argument.startswith(RESUME)]
+    flags, task = resume.separated(given)
+    wanted = [argument.removeprefix(RESUME) for argument in task if argument.startswith(RESUME)]
+    now = [argument for argument in task if not argument.startswith(RESUME)]
     if not wanted or wanted[-1] in ("null", ""):
-        return [*flags, *now]
+        return [*now, *flags]
     folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
         raise Refusal(f"{RESUME}{wanted[-1]}: no sweep's folder, there is no {record}")
     try:
-        saved = OmegaConf.load(record).hydra.overrides
+        loaded = OmegaConf.load(record)
+        saved = loaded.hydra.overrides
         before, of_hydra = list(map(str, saved.task)), list(map(str, saved.hydra))
+        of_hydra += resume.config_folders(loaded, given)
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
     kept = {key(argument): argument for argument in [*of_hydra, *before]}
@@ -60,7 +61,7 @@ def arguments(given: Sequence[str]) -> list[str]:
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
-    return [*flags, *kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}"]
+    return [*kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
 
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:
@@ -122,11 +123,23 @@ def launch(
 def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
     """Refuses what a job would refuse when its turn comes, hours later perhaps.
 
-    Hydra composes a config in 80 ms, and has done so for each job already, to see that it can. Jobs of a grid set the
-    same keys: where only plain values differ, they are put into the config of the job before, in a tenth of that.
-
     Raises:
         Refusal: naming the job.
+    """
+    for job, error in refusals(config, context, listed):
+        if isinstance(error, Refusal):
+            raise Refusal(f"{error} (job {job.number}: {job.label})") from None
+        if error:
+            raise error
+
+
+def refusals(
+    config: DictConfig, context: HydraContext, listed: Iterable[Job]
+) -> Iterator[tuple[Job, Exception | None]]:
+    """Jobs, and what is wrong with the config of each.
+
+    Hydra composes a config in 80 ms, and has done so for each job of a grid already, to see that it can. Jobs set the
+    same keys: where only plain values differ, they are put into the config of the job before, in a tenth of that.
     """
     parser, loader = OverridesParser.create(config_loader=context.config_loader), context.config_loader
     composed: dict[tuple[str, ...], DictConfig] = {}
@@ -140,16 +153,17 @@ def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job])
             and not loader.get_group_options(override.key_or_group)
         }
         others = tuple(str(override.input_line) for override in overrides if override.key_or_group not in values)
-        if others not in composed:
-            composed[others] = loader.load_sweep_config(config, job.overrides)
-            with open_dict(composed[others]):
-                del composed[others]["hydra"]
-        for name, value in values.items():
-            OmegaConf.update(composed[others], name, value)
         try:
+            if others not in composed:
+                composed[others] = loader.load_sweep_config(config, job.overrides)
+                with open_dict(composed[others]):
+                    del composed[others]["hydra"]
+            for name, value in values.items():
+                OmegaConf.update(composed[others], name, value)
             check(OmegaConf.to_container(composed[others], resolve=True, throw_on_missing=True))  # type: ignore[arg-type]
-        except Refusal as refusal:
-            raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+            yield job, None
+        except (Refusal, HydraException, OmegaConfBaseException) as error:
+            yield job, error
 
 
 class Runner:
@@ -193,4 +207,5 @@ def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
 
 def hint(folder: Path) -> None:
     """Says how a sweep that is not complete goes on."""
-    print(f"to run what is missing: python src/train.py {RESUME}{os.path.relpath(folder)}", file=sys.stderr)
+    program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
+    print(f"to run what is missing: python {program} {RESUME}{shown}", file=sys.stderr)

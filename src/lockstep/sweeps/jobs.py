@@ -185,7 +185,7 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
 
 
-def conclude(folder: Path, status: str, error: str) -> None:
+def conclude(folder: Path, status: str, error: str | None = None) -> None:
     """Says in a run's summary how it ended; the rest of it stays."""
     with suppress(OSError):
         write_summary(folder / "summary.json", summary_of(folder) | {"status": status, "error": error})

@@ -51,8 +51,8 @@ class Progress:
         ]
         if value is not None:
             parts.append(f"{self.metric} {value:.4g}")
-        elif status == "completed":
-            logged = ", ".join(name for name in summary.get("metrics") or {} if name.startswith("val/"))
+        elif status == "completed" and "metrics" in summary:
+            logged = ", ".join(name for name in summary["metrics"] or {} if name.startswith("val/"))
             parts.append(f"no {self.metric} to choose by; validation logged: {logged or 'nothing'}")
         if self.best:
             parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")

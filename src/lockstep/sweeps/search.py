@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lockstep.atomic import replacing
 from lockstep.layout import Refusal
 from lockstep.summary import summary_of
 from lockstep.sweeps import jobs, options
-from lockstep.sweeps.grid import Runner, devices, hint, of_the_run
+from lockstep.sweeps.grid import Runner, devices, hint, of_the_run, refusals
 from lockstep.sweeps.jobs import Job
 from lockstep.sweeps.progress import Progress
 from lockstep.sweeps.results import write_results
@@ -33,7 +34,7 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
         given: overrides; those with Hydra's `interval`, `range`, `choice` or several values are searched.
 
     Raises:
-        Refusal: Optuna is missing, nothing is to be searched, or the study can't be opened.
+        Refusal: Optuna is missing, nothing is to be searched, no trial could be run, or the study can't be opened.
     """
     if external_workers() > 1 or config.num_nodes > 1:
         raise Refusal("sweep=optuna: each of several workers or machines would draw jobs of its own; start it on one")
@@ -45,11 +46,13 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     if not space:
         raise Refusal("sweep=optuna: nothing to search; give lr='tag(log,interval(0.001,0.3))', say")
     fixed = of_the_run(str(override.input_line) for override in parsed.values() if override not in searched)
+    places, inside = devices(sweep["jobs"], config)
+    if config.hydra.job.config_name == "train":
+        check_fixed(config, context, fixed, space)
     folder = Path(config.hydra.sweep.dir).absolute()
     study = Study(folder, str(config.name), sweep, space)
     with study.alone(), replacing(folder / "multirun.yaml") as file:
         file.write(OmegaConf.to_yaml(config).encode())
-    places, inside = devices(sweep["jobs"], config)
     progress = Progress(sweep["trials"], sweep["metric"], sweep["mode"], len(places))
     for trial in study.finished():
         progress.saw(trial.user_attrs["job"], summary_of(Path(trial.user_attrs["folder"])))
@@ -79,6 +82,27 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
         good = write_results(study, config, context)
     if not good:
         jobs.failures.extend("no trial was completed" for _ in study.finished())
+
+
+def check_fixed(config: DictConfig, context: HydraContext, fixed: Sequence[str], space: Mapping[str, Any]) -> None:
+    """Refuses what no trial can mend: a config that is refused in the same words whatever is chosen, with the least
+    and with the greatest of what is drawn from intervals. Words about a searched value name it, and so differ.
+
+    Raises:
+        Refusal, HydraException, OmegaConfBaseException: those words.
+    """
+    tried = (
+        Job(0, Path(), [*fixed, *(f"{key}={value}" for key, value in zip(space, values, strict=True))])
+        for end in ("low", "high")
+        for values in product(*(getattr(drawn, "choices", [getattr(drawn, end, None)]) for drawn in space.values()))
+    )
+    first: Exception | None = None
+    for _, error in refusals(config, context, tried):
+        if error is None or str(error) != str(first or error):
+            return
+        first = error
+    if first:
+        raise first
 
 
 def distribution(override: Override) -> Any:
