@@ -390,6 +390,12 @@ class Plateau(Cut):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/acc"}}
 
 
+class Draws(LitDigits):
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_scalar("mine", 1.0, self.global_step)
+        return super().training_step(batch, batch_idx)
+
+
 class NoTest(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -820,6 +826,13 @@ def test_what_an_epoch_began_with_is_there_when_it_goes_on(variants: Path, tmp_p
     cut = train(*TASK, "model=variant", target, *task, env={"CUT": "9"}, cwd=variants, ok=False)
     assert cut.returncode == 1, str(cut)
     assert go_on(variants, cut.folder)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_what_draws_by_itself_can_be_measured(variants: Path, tmp_path: Path) -> None:
+    task = ("logger=tensorboard", "max_steps=2")
+    found = ("pieces=null", "accumulate_grad_batches=auto", "memory_budget=9000")
+    variant(variants, tmp_path / "memory", "Draws", *task, *found)
+    variant(variants, tmp_path / "speed", "Draws", *task, "strategy=dp", "devices=2", "strategy.shares=auto")
 
 
 def test_a_module_without_a_test(variants: Path, tmp_path: Path) -> None:

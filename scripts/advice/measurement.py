@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep import fast, logs
 from lockstep.building import compile_module, make_module, make_trainer
@@ -100,6 +101,7 @@ def block(
     clock = Clock()
     asked = replace(config, max_epochs=1000, max_steps=count, val_every=None, logger={}, callbacks={})
     trainer = make_trainer(asked, folder, [clock])
+    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
     trainer.limit_val_batches = 0
     if silent:
         gradients, watch = Silent(trainer.strategy), Watch(config.nonfinite, 1)

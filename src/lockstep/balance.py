@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep import fast, logs
 from lockstep.building import make_data, make_module, make_trainer
@@ -44,6 +45,7 @@ def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     fast.set_up(layout, config.threads, config.allocator)
     data = make_data(replace(config, num_workers=0), splits, rank)
     trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
+    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
     trainer.limit_val_batches = 0
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     loop.timed = {}
