@@ -244,7 +244,7 @@ def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
-    """A ring adds a gradient's parts in an order that its place in DDP's buckets gives, of which this model has three."""
+    """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
     small = (
         "data=synthetic",
         "data.samples=80",
