@@ -40,13 +40,16 @@ OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), "lr") | {
     "scheduler": "scheduler",
 }
 # Hooks of a LightningModule for which steps made of pieces have no place.
-REFUSED = dict.fromkeys(
-    ("on_before_batch_transfer", "transfer_batch_to_device"),
-    "would see a whole step instead of a batch; on_after_batch_transfer gets each piece's",
-) | dict.fromkeys(
-    ("train_dataloader", "val_dataloader", "test_dataloader"), "would not be asked; data=... is trained on"
-)
-REFUSED["on_after_backward"] = "would see the gradient of a piece; on_before_optimizer_step sees the step's"
+REFUSED = {
+    **dict.fromkeys(
+        ("on_before_batch_transfer", "transfer_batch_to_device"),
+        "would see a whole step instead of a batch; on_after_batch_transfer gets each piece's",
+    ),
+    **dict.fromkeys(
+        ("train_dataloader", "val_dataloader", "test_dataloader"), "would not be asked; data=... is trained on"
+    ),
+    "on_after_backward": "would see the gradient of a piece; on_before_optimizer_step sees the step's",
+}
 
 
 def total_steps(config: Config, samples: int) -> int:
