@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers.logger import DummyLogger
 
-from lockstep import checkpoint_io, fast, logs
-from lockstep.building import make_data, make_module, make_trainer
+from lockstep import checkpoint_io, logs
+from lockstep.building import make_module, make_trial
 from lockstep.callbacks.found_pieces import kept
 from lockstep.config import Config
 from lockstep.data import Splits
@@ -54,13 +53,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float | None]:
     """The layout with the fewest pieces that fit, and the largest peak of a device in bytes, where it is known. Every
     worker of the layout calls it, and gets the same."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    logs.configure(folder, rank)  # should the user's own code fail
-    fast.set_up(config.layout, config.threads, config.allocator)
-    data = make_data(replace(config, num_workers=0), splits, rank)
-    trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
-    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
-    trainer.limit_val_batches = 0
+    trainer, data = make_trial(config, splits, folder, STEPS)
     memory: Any = trainer.fit_loop.epoch_loop.automatic_optimization.memory  # type: ignore[attr-defined]
     memory.repeats = True  # exact too: no step counts yet
     trainer.fit(make_module(config, splits), datamodule=data)

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers.logger import DummyLogger
 
-from lockstep import fast, logs
-from lockstep.building import make_data, make_module, make_trainer
+from lockstep import logs
+from lockstep.building import make_module, make_trial
 from lockstep.config import Config
 from lockstep.data import Splits
 from lockstep.launch import launch
@@ -40,13 +39,7 @@ def balanced(config: Config, splits: Splits, folder: Path) -> Config:
 def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     """Seconds of one piece on each device, in rank order. Every worker of the layout calls it."""
     layout: Layout = config.layout
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    logs.configure(folder, rank)  # should the user's own code fail
-    fast.set_up(layout, config.threads, config.allocator)
-    data = make_data(replace(config, num_workers=0), splits, rank)
-    trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
-    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
-    trainer.limit_val_batches = 0
+    trainer, data = make_trial(config, splits, folder, STEPS)
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     loop.timed = {}
     if layout.strategy == "dp":
@@ -55,7 +48,7 @@ def measure(config: Config, splits: Splits, folder: Path) -> list[float]:
     own = {device: median(times[len(times) // 3 :]) for device, times in loop.timed.items()}
     if layout.processes == 1:
         return [own[device] for device in range(layout.world)]
-    row = torch.tensor([own[rank]], dtype=torch.float64)
+    row = torch.tensor([own[dist.get_rank()]], dtype=torch.float64)
     rows = [torch.zeros_like(row) for _ in range(layout.processes)]
     dist.all_gather(rows, row)
     return [float(row) for row in rows]

@@ -7,16 +7,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
-from lockstep import fast
+from lockstep import fast, logs
 from lockstep.account import describe
 from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.compiled import GRAPHS, compile_networks
@@ -114,6 +116,18 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config), trains)
     data.process = rank
     return data
+
+
+def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tuple[pl.Trainer, DataModule]:
+    """What a worker measures a run's first steps with: nothing is validated, saved or shown, and no process loads."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    logs.configure(folder, rank)  # should the user's own code fail
+    fast.set_up(config.layout, config.threads, config.allocator)
+    data = make_data(replace(config, num_workers=0), splits, rank)
+    trainer = make_trainer(replace(config, max_steps=steps, logger={}, val_every=None), folder, [])
+    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
+    trainer.limit_val_batches = 0
+    return trainer, data
 
 
 def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import began, checks, resume, slurm
-from lockstep.checks import ROOT, run_name, unknown
+from lockstep.checks import ROOT, options, run_name, unknown
 from lockstep.config import check_nodes
 from lockstep.interpreter import import_quickly, leave
 from lockstep.later import import_later
@@ -135,7 +135,7 @@ def keyed(arguments: list[str]) -> list[str]:
         if (match := re.match(r"\+*(\w+)=", argument)) and (ROOT / "conf" / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if value in (None, "") or isinstance(value, int | float | dict):
-                raise Refusal(f"{argument}: {unknown(str(value or None).lower(), _files(match[1]))}")
+                raise Refusal(f"{argument}: {unknown(str(value or None).lower(), options(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
@@ -168,7 +168,7 @@ def line(error: BaseException, config_name: str) -> str:
     if match := re.search(r"Could not override '([^']+)'", message):
         return f"{match[1]}: there is no such key; {_near(match[1], config_name, error.__cause__)}"
     if match := re.search(r"Could not find '([^']+)/([^']+)'", message):
-        return f"{match[1]}={match[2]}: {unknown(match[2], _files(match[1]))}{OWN.get(match[1], '')}"
+        return f"{match[1]}={match[2]}: {unknown(match[2], options(match[1]))}{OWN.get(match[1], '')}"
     if isinstance(error, OverrideParseException) and re.fullmatch(r"[^=]+=[^\[{(\"'][^\"']*", error.override):
         key, _, value = error.override.partition("=")
         return f"{key}={value}: Hydra can't read this; a text with such characters is quoted: \"{key}='{value}'\""
@@ -184,11 +184,6 @@ def line(error: BaseException, config_name: str) -> str:
         where = place("".join(traceback.format_exception(error)))
         message = f"{name}{f': {message}' * bool(message)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in message or name)
-
-
-def _files(group: str) -> list[str]:
-    """What can be chosen of a group."""
-    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
 
 
 def _near(key: str, config_name: str, error: Any) -> str:

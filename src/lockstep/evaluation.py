@@ -17,7 +17,7 @@ from lockstep.config import Config, check
 from lockstep.data import Spec, Splits
 from lockstep.layout import Refusal
 
-NAMED = 5  # classes that a refusal names
+NAMED = 5  # classes or files that a message names
 
 
 def find_checkpoint(path: str) -> Path:
@@ -81,11 +81,12 @@ def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
         raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
-        odd = [f"only {one} has {_some(sorted(classes))}" for one, classes in only.items() if classes]
+        odd = [f"only {one} has {some(sorted(classes))}" for one, classes in only.items() if classes]
         raise Refusal(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 

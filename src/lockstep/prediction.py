@@ -22,11 +22,10 @@ from lockstep.building import make_data, make_module, make_trainer
 from lockstep.callbacks import Heartbeat
 from lockstep.config import Config
 from lockstep.data import ImageFiles, Spec, Splits, open_data
-from lockstep.evaluation import config_of, misfit, record_of
+from lockstep.evaluation import config_of, misfit, record_of, some
 from lockstep.summary import write_summary
 
 LOG = logging.getLogger("lockstep")
-NAMED = 5  # broken images that the console names
 
 
 def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
@@ -103,8 +102,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         write_summary(folder / "summary.json", summary)
         LOG.info("%d images: %s", len(splits.test), folder / "predictions.csv")
         if broken:
-            more = f" and {len(broken) - NAMED} more" if len(broken) > NAMED else ""
-            LOG.warning("can't be decoded, so their rows are empty: %s%s", ", ".join(broken[:NAMED]), more)
+            LOG.warning("can't be decoded, so their rows are empty: %s", some(broken))
     return summary
 
 

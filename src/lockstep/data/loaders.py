@@ -217,8 +217,8 @@ def refuse_open_files(splits: Splits, layout: Layout, num_workers: int | None) -
         Refusal: a set holds one, and does not say by `streams` that it may be shared.
     """
     ranks = layout.strategy == "ddp" and layout.devices > 1 and not external_workers()
-    for part in (splits.train, splits.val, splits.test) if ranks or num_workers else ():
-        found = base(part)
+    sets = map(base, (splits.train, splits.val, splits.test) if ranks or num_workers else ())
+    for found in {id(each): each for each in sets}.values():  # what is held out has the same below it
         try:
             if not getattr(found, "streams", False):
                 _Probe(SimpleNamespace(write=len)).dump(found)
