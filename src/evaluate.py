@@ -13,7 +13,7 @@ def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.evaluation import evaluate as work
     from lockstep.runs import run_in_workers
 
-    checkpoint = find_checkpoint(raw["checkpoint"])
+    checkpoint = find_checkpoint(raw)
     record = record_of(checkpoint)
     config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)

@@ -15,7 +15,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.runs import run_in_workers
 
     images = raw.pop("images")
-    config, spec = config_and_spec(find_checkpoint(raw["checkpoint"]), raw)
+    config, spec = config_and_spec(find_checkpoint(raw), raw)
     splits = as_splits(spec, ImageFiles(Path(str(images)).expanduser(), spec.image_size, spec.channels))
     return run_in_workers(work, config, splits, folder)
 

@@ -127,17 +127,17 @@ def sweep(tmp_path: Path) -> Path:
 def test_seeds_are_one_row(sweep: Path) -> None:
     done = compare(sweep)
     assert done.returncode == 0, done.stderr
-    one, two = told = json.loads((sweep / "compare" / "compare.json").read_text())
-    assert [row["layout"] for row in told] == ["ddp 1 device", "ddp 2 devices, 2 pieces"]
-    assert [row["runs"] for row in told] == [2, "2 of 3"]
+    two, one = told = json.loads((sweep / "compare" / "compare.json").read_text())
+    assert [row["layout"] for row in told] == ["ddp 2 devices, 2 pieces", "ddp 1 device"], "the best comes first"
+    assert [row["runs"] for row in told] == ["2 of 3", 2]
     assert one["test acc"] == pytest.approx(0.6)
     assert one["+-"] == pytest.approx(0.1414, abs=1e-4)
     assert (one["val acc"], one["samples/s"], one["seconds"], one["GiB"]) == (0.3, 100, 2, None)
-    assert [row["efficiency"] for row in told] == [1.0, 0.75], "150 on two devices, 100 on one"
+    assert [row["efficiency"] for row in told] == [0.75, 1.0], "150 on two devices, 100 on one"
     assert list(two["folders"].values()) == ["completed", "completed", "failed"]
     assert "10 (ddp 2 devices, 2 pieces): failed, no luck" in done.stdout
     with open(sweep / "compare" / "compare.csv", newline="") as file:
-        assert [row["samples/s"] for row in csv.DictReader(file)] == ["100.0", "150.0"]
+        assert [row["samples/s"] for row in csv.DictReader(file)] == ["150.0", "100.0"]
     page = (sweep / "compare" / "compare.md").read_text()
     assert "| ddp 2 devices, 2 pieces | 32 | 2 of 3 | **0.7000** | 0.1414 | 0.3500 | **150** | 75% | - | 2.0 |" in page
     assert "![](speed.png)" in page
@@ -170,9 +170,9 @@ def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path)
     assert compare(sweep, "--to", sweep / "there").returncode == 0
     told = json.loads((sweep / "there" / "compare.json").read_text())
     assert [(row["layout"], row["lr"], row["efficiency"]) for row in told] == [
-        ("ddp 1 device", "0.1", 1.0),
-        ("ddp 2 devices, 2 pieces", "0.1", 0.75),
         ("ddp 2 devices, 2 pieces", "0.2", None),
+        ("ddp 2 devices, 2 pieces", "0.1", 0.75),
+        ("ddp 1 device", "0.1", 1.0),
     ]
 
 

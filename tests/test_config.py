@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
-    ("optimizer=lion", "optimizer=lion.*adamw, sgd; your module's configure_optimizers .*docs/own.md"),
+    ("optimizer=lion", "optimizer=lion: known: adamw, sgd; any other: docs/own.md"),
     ("logger=wandb", "logger=wandb: known: csv, none, tensorboard; one of your own: docs/own.md"),
     ("data_dir=/x/mä", "data_dir=/x/mä: .*quoted: \"data_dir='/x/mä'\""),
     ("data_dir=/x/(y)", "quoted"),
@@ -139,7 +139,10 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*list of 2 numbers"),
     ("strategy=dp devices=2 +strategy.compression=bf16", "strategy.compression=bf16.*only ddp"),
     ("strategy=ddp devices=2 strategy.sync_batchnorm=true", "strategy.sync_batchnorm=true.*GPUs only"),
-    ("model._target_=os.system", "model._target_=os.system.*src/"),
+    (
+        "model._target_=timn.create_model",
+        "model._target_=timn.create_model: .* no module timn, neither in src/ nor inst",
+    ),
     ("+debug.trainer.max_steps=3", "debug.trainer.max_steps: give max_steps instead"),
     ("+debug.trainer.accumulate_grad_batches=2", "give accumulate_grad_batches instead"),
     ("+debug.trainer.callbacks=[]", "debug.trainer.callbacks: give callbacks instead"),
@@ -154,7 +157,8 @@ REFUSED: list[tuple[str, str]] = [
     ("+debug.trainer=3", "debug.trainer=3: must hold keys of Lightning's Trainer"),
     ("+debug.one_bacth=true", "debug.one_bacth: there is no such key; did you mean one_batch"),
     ("+debug.one_batch=maybe", "debug.one_batch=maybe: must be true or false"),
-    ("data._target_=builtins.open", "data._target_=builtins.open.*src/"),
+    ("data._target_=open", "data._target_=open: must be a dotted path"),
+    ("+model.net._target_=nowhere.Net", "model.net._target_=nowhere.Net: there is no module nowhere"),
 ]
 
 
@@ -170,10 +174,12 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
         ("model=1", "model=1: known: fast_cnn, mnist_cnn, resnet18"),
         ("model={name:mnist_cnn}", "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, resnet18"),
         ("logger=false", "logger=false: did you mean none"),
+        ("logger=[tensorboard,csv]", "logger=.*: takes one name, logger=<name>; known: csv, none, tensorboard"),
+        ("model=[resnet18]", "model=.*: takes one name, model=<name>"),
     ],
 )
 def test_what_is_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
-    keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]"])
+    keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "callbacks=[default,none]"])
     with pytest.raises(Refusal, match=says):
         keyed([*chosen, argument])
 
@@ -352,11 +358,39 @@ def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) 
     from lockstep.evaluation import find_checkpoint
 
     with pytest.raises(Refusal, match=r"no checkpoints/best\.ckpt or last\.ckpt in this folder"):
-        find_checkpoint(str(tmp_path))
+        find_checkpoint({"checkpoint": str(tmp_path)})
     run = run_evaluate(f"checkpoint={tmp_path / 'nowhere.ckpt'}", ok=False)
     assert run.returncode == 2, str(run)
     assert re.fullmatch(r"error: \S+nowhere\.ckpt: no such file.*\n", run.stderr), run.stderr
     assert run.folders == []
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("5", "5: no such file"),
+        ("null", "checkpoint=null: must be a .ckpt file, a run folder, or last"),
+        ("true", "checkpoint=true: must be a"),
+        ("[a]", r"checkpoint=\['a'\]: must be a text"),
+        ("last", "checkpoint=last: no run in .* has a checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, value: str, says: str) -> None:
+    run = run_evaluate(f"checkpoint={value}", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.fullmatch(f"error: {says}.*\n", run.stderr), run.stderr
+    assert run.folders == []
+
+
+def test_help_shows_the_keys_of_what_is_chosen(run_train: Program) -> None:
+    page = run_train("model=resnet18,mnist_cnn", "optimizer=adamw", "lr=0.1", "--help").stdout
+    for name in ("model/resnet18", "model/mnist_cnn", "optimizer/adamw"):
+        assert (ROOT / "conf" / f"{name}.yaml").read_text() in page
+    assert "scheduler" not in page
+    assert "batch_size: 64 #" in run_train("lr=0.1", "--help").stdout, "nothing is chosen: the front page"
+    run = run_train("model=resnet8", "--help", ok=False)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch("error: model=resnet8: did you mean resnet18.*\n", run.stderr)
 
 
 def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,15 @@ import csv
 import re
 import shlex
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, Program, summary_of
+from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 
-from lockstep import targets
 from lockstep.building import make_loggers
 from lockstep.config import check
 from lockstep.data import open_data
@@ -59,14 +58,23 @@ def test_an_own_loss_and_optimizer_are_used(followed: list[Path]) -> None:
     assert "square_avg" in state["state"][0]  # RMSprop's
 
 
+def test_a_network_and_an_optimizer_come_by_yaml_alone(followed: list[Path]) -> None:
+    assert summary_of(followed[2])["model"] == "shuffle"
+    checkpoint = torch.load(followed[2] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert "net.conv5.0.weight" in checkpoint["state_dict"]
+    (state,) = checkpoint["optimizer_states"]
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.0001, 0.0]
+    assert "square_avg" in state["state"][0]  # RMSprop's
+
+
 def test_the_data_is_learnt(followed: list[Path]) -> None:
-    summary = summary_of(followed[2])
+    summary = summary_of(followed[3])
     assert (summary["data"], summary["metrics"]["test/acc"]) == ("stripes", 1.0)
 
 
 def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
-    folder = followed[3]
+    folder = followed[4]
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     splits = open_data({"_target_": "lockstep.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
@@ -80,28 +88,23 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
 
 
 def test_a_callback_ends_the_run(followed: list[Path]) -> None:
-    summary = summary_of(followed[4])
+    summary = summary_of(followed[5])
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
-    best = torch.load(followed[4] / "checkpoints" / "best.ckpt", weights_only=True)
+    best = torch.load(followed[5] / "checkpoints" / "best.ckpt", weights_only=True)
     assert 0 <= summary["epochs"] - (best["epoch"] + 1) <= 2  # its patience; of equals the later one is the best
     assert summary["metrics"]["test/acc"] > 0.8
 
 
 def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
-    with (followed[5] / "table" / "metrics.csv").open() as file:
+    with (followed[6] / "table" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
-    assert not (followed[5] / "tensorboard").exists()
+    assert not (followed[6] / "tensorboard").exists()
 
 
-def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(check(compose()), logger={"_target_": "mine.Table"})
-    blocks = BLOCK.findall((ROOT / "docs" / "own.md").read_text())
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "mine.py").write_text(next(text for _, text in blocks if "class Table" in text))
-    monkeypatch.setattr(targets, "ROOT", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "src")
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path) -> None:
+    (table,) = (text for _, text in BLOCK.findall((ROOT / "docs" / "own.md").read_text()) if "CSVLogger" in text)
+    config = replace(check(compose()), logger=OmegaConf.to_container(OmegaConf.create(table)))
     for first, last in ((1, 3), (3, 4)):  # what was logged after the last checkpoint, at step 2, is logged again
         (logger,) = make_loggers(config, tmp_path, first - 1)
         for step in range(first, last + 1):

@@ -32,10 +32,13 @@ FORMATS = {
 
 @dataclass
 class Comparison:
-    """All groups, in the order of their first runs."""
+    """All groups, the best first: by test accuracy, else validation accuracy; those without either last."""
 
     groups: list[Group]
     left_out: int = 0  # folders that trained nothing
+
+    def __post_init__(self) -> None:
+        self.groups = sorted(self.groups, key=_result, reverse=True)
 
     @property
     def rows(self) -> list[dict[str, Cell]]:
@@ -93,6 +96,12 @@ class Comparison:
             for row, group in zip(rows, self.groups, strict=True)
         ]
         (folder / "compare.json").write_text(json.dumps(told, indent=2) + "\n")
+
+
+def _result(group: Group) -> tuple[float, ...]:
+    row = group.row()
+    found = (row.get(column) for column in ("test acc", "val acc"))
+    return tuple(float("-inf") if value is None else float(value) for value in found)
 
 
 def text(column: str, value: Cell) -> str:

@@ -80,7 +80,10 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     )
     named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
-        raise Refusal(f"{named}: not a LightningModule")
+        raise Refusal(
+            f"{named}: not a LightningModule; a network becomes one as the net of "
+            "model._target_=lockstep.models.ImageClassifier: docs/own.md"
+        )
     for hook, why in REFUSED.items():
         if overrides(module, hook, pl.LightningModule):
             raise Refusal(f"{named}: its {hook} {why}")

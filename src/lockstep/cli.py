@@ -42,9 +42,11 @@ BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
 
+SEVERAL = {"callbacks", "experiment", "debug"}  # groups whose files add to each other; of any other one is chosen
+
 # What else a user who finds nothing of this name can do.
 OWN = dict.fromkeys(("model", "data", "callbacks", "logger"), "; one of your own: docs/own.md") | dict.fromkeys(
-    ("optimizer", "scheduler"), "; your module's configure_optimizers makes any other: docs/own.md"
+    ("optimizer", "scheduler"), "; any other: docs/own.md"
 )
 
 
@@ -87,8 +89,13 @@ def command(job: Job, config_name: str) -> NoReturn:
             return None
 
     if {"--help", "-h"} & set(sys.argv):
+        try:
+            page = chosen_pages(sys.argv[1:]) or front_page(config_name)
+        except BAD_INPUT as refused:
+            print(f"error: {line(refused, config_name)}", file=sys.stderr)
+            leave(REFUSED)
         with suppress(BrokenPipeError):  # piped into head, say
-            print(front_page(config_name), flush=True)
+            print(page, flush=True)
         leave(0)
     os.environ[STARTED] = str(began)
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -128,7 +135,8 @@ def all_know(error: Exception) -> bool:
 
 def keyed(arguments: list[str]) -> list[str]:
     """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
-    Hydra's, on which argparse explains all of these; or chooses of a group what is no name, and Hydra names neither."""
+    Hydra's, on which argparse explains all of these; or chooses of a group what is no name, and Hydra names neither; or
+    several files of a group of which one is chosen, and Hydra takes the last."""
     for argument in arguments:
         if re.match(r"[+~]*=", argument):
             raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
@@ -136,6 +144,8 @@ def keyed(arguments: list[str]) -> list[str]:
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if value in (None, "") or isinstance(value, int | float | dict):
                 raise Refusal(f"{argument}: {unknown(str(value or None).lower(), options(match[1]))}")
+            if isinstance(value, list) and match[1] not in SEVERAL:
+                raise Refusal(f"{argument}: takes one name, {match[1]}=<name>; known: {', '.join(options(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
@@ -153,8 +163,33 @@ def front_page(config_name: str) -> str:
         if f"- {folder.name}:" in page:
             groups.append(f"{folder.name}=")
             groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("*.yaml"))]
-    notes = "More: -m sweeps over comma-separated values, --cfg job prints the config, --hydra-help has Hydra's flags."
+    notes = (
+        "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints the "
+        "config, --hydra-help has Hydra's flags."
+    )
     return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
+
+
+def chosen_pages(arguments: list[str]) -> str:
+    """The help of what a command line chooses: the files of its groups, with their comments. Empty where it chooses
+    none.
+
+    Raises:
+        Refusal: there is no such file.
+    """
+    overrides, folders = resume.composed_of(keyed(arguments))
+    pages = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        group = override.key_or_group
+        if not (ROOT / "conf" / group).is_dir() or override.is_delete():
+            continue
+        chosen = override.value() if not override.is_sweep_override() else list(override.sweep_string_iterator())
+        for name in chosen if isinstance(chosen, list) else [chosen]:
+            files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
+            if not files:
+                raise Refusal(f"{group}={name}: {unknown(str(name), options(group))}{OWN.get(group, '')}")
+            pages.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
+    return "\n\n".join(pages)
 
 
 def _purpose(file: Path) -> str:

@@ -136,9 +136,9 @@ def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) 
     for name, chosen in values["callbacks"].items():
         if chosen and not isinstance(chosen, Mapping):
             raise Refusal(f"callbacks.{name}={show(chosen)}: must be null, or a mapping with its _target_")
-    for group in ("model", "data", "callbacks", "logger"):
-        for target in named(values[group]):
-            check_target(f"{group}._target_", target)
+    for group in ("model", "data", "optimizer", "callbacks", "logger"):
+        for key, target in named(group, values[group]):
+            check_target(key, target)
     strategy = values["strategy"]
     strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
     if values["accumulate_grad_batches"] == "auto":

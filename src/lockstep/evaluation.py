@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import checkpoint_io, fast, logs
+from lockstep import checkpoint_io, checks, fast, logs, resume
 from lockstep.account import Run
 from lockstep.building import make_callbacks, make_data, make_module, make_trainer
 from lockstep.callbacks import Heartbeat, StandIn
@@ -16,16 +16,28 @@ from lockstep.checkpoint_io import CheckpointError
 from lockstep.config import Config, check
 from lockstep.data import Spec, Splits
 from lockstep.layout import Refusal
+from lockstep.targets import must_be_named
+from lockstep.workers.group import agree
 
 NAMED = 5  # classes or files that a message names
+CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
+VALUES = ("seed", "lr", "data_dir")
 
 
-def find_checkpoint(path: str) -> Path:
-    """A checkpoint file, or the best (else the last) one of a run folder.
+def find_checkpoint(raw: Mapping[str, Any]) -> Path:
+    """What `checkpoint` means: a file; of a run folder the best checkpoint, else the last; `last`: that of the newest
+    run in `outputs`.
 
     Raises:
         CheckpointError: there is none.
+        Refusal: it is no text, or no run has one.
     """
+    path = checks.text("checkpoint", raw["checkpoint"])
+    if not path or isinstance(raw["checkpoint"], bool):
+        raise Refusal(f"checkpoint={checks.show(raw['checkpoint'])}: must be a .ckpt file, a run folder, or last")
+    if path == "last":
+        outputs = Path(checks.folder("outputs", raw["outputs"]))
+        path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return folder
@@ -52,13 +64,21 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     too unless `raw` has others, everything else from `raw`.
 
     Raises:
-        Refusal: a value in `raw`.
+        CheckpointError: the record lacks something.
+        Refusal: a value in `raw`; or the record names what the user's own config doesn't, see `must_be_named`.
     """
-    trained, data = record["config"], raw.get("data") or {}
-    if data.get("_target_") in (None, trained["data"].get("_target_")):  # another has other options
-        data = {**trained["data"], **data}
-    kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
-    kept |= {"data": data, "data_dir": trained["data_dir"] if raw.get("data_dir") is None else raw["data_dir"]}
+    trained = record["config"] if isinstance(record["config"], Mapping) else {}
+    if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
+        raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
+    kept = {key: trained[key] for key in VALUES}
+    if raw.get("data_dir") is not None:
+        kept["data_dir"] = raw["data_dir"]
+    for group in CARRIED:
+        carried, given = (checks.optional_node(group, source.get(group)) for source in (trained, raw))
+        if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
+            must_be_named(path, group, carried, given)
+            given = {**carried, **given}
+        kept[group] = given
     return check({**raw, **kept, "checkpoint": str(path)}, even=False)
 
 

@@ -42,7 +42,7 @@ def compose(*overrides: str) -> Composed:
         Refusal: an override that does not fit conf/.
     """
     with _refusals():
-        return Composed(_plain(_compose(resume.overrides(overrides, "train"))), overrides)
+        return Composed(_plain(_compose(resume.overrides(cli.keyed(list(overrides)), "train"))), overrides)
 
 
 def train(config: Composed) -> dict[str, Any]:

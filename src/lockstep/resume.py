@@ -84,6 +84,12 @@ def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
     return _searched(source.path for source in sources if source.provider.endswith("command-line"))
 
 
+def composed_of(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """A command line's overrides, and the folders that they choose from."""
+    parsed = _parsed(arguments)
+    return parsed.overrides, [ROOT / "conf", *([Path(parsed.config_dir)] if parsed.config_dir else [])]
+
+
 def _parsed(arguments: Sequence[str]) -> Any:
     return get_args_parser().parse_known_intermixed_args(arguments)[0]
 
@@ -141,7 +147,10 @@ def sweeps(override: str) -> bool:
 def _find(wanted: str, given: list[str], config_name: str) -> Path:
     """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
-        wanted = agree("resumed", str(_newest(given, config_name)), 1, None)
+        runs, runs_of = _runs(given, config_name), "*"
+        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
+            runs, runs_of = runs.parent, "*/*"
+        wanted = agree("resumed", str(newest("resume", runs, runs_of)), 1, None)
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
@@ -150,14 +159,18 @@ def _find(wanted: str, given: list[str], config_name: str) -> Path:
     return path
 
 
-def _newest(given: list[str], config_name: str) -> Path:
-    """The run that was saved last: of the name that a command line gives, of all where it says nothing about it."""
-    runs, runs_of = _runs(given, config_name), "*"
-    if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
-        runs, runs_of = runs.parent, "*/*"
+def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
+    """The run that was saved last, of the folders in `runs` that match `runs_of`.
+
+    Args:
+        asked: the key that is `last`, for the message.
+
+    Raises:
+        Refusal: none has a checkpoint.
+    """
     found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise Refusal(f"resume=last: no run in {runs} has a checkpoint")
+        raise Refusal(f"{asked}=last: no run in {runs} has a checkpoint")
     folders = [path.parent.parent for path in found]
     if slurm.restarted():  # others may have saved since
         folders = [folder for folder in folders if slurm.ours(folder)] or folders
@@ -193,9 +206,12 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
     if made is not None and made != now:
         raise Refusal(f"model._target_={now}: {path} was made by {made}")
-    optimizer, batch_size = before.get("optimizer", {}).get("name"), before.get("batch_size", config.batch_size)
-    if optimizer is not None and optimizer != config.optimizer.get("name"):
-        raise Refusal(f"optimizer={config.optimizer.get('name')}: {path} holds the state of {optimizer}")
+    optimizer, chosen = (
+        one.get("_target_", one.get("name")) for one in (before.get("optimizer", {}), config.optimizer)
+    )
+    batch_size = before.get("batch_size", config.batch_size)
+    if optimizer is not None and optimizer != chosen:
+        raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
     if batch_size != config.batch_size:
         raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
     if checkpoint["global_step"] > steps:

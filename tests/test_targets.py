@@ -1,0 +1,240 @@
+"""Promise 9: what a checkpoint carries can name nothing that the local conf/ does not; the user's own config may name
+whatever is installed."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, Program, summary_of
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import lockstep
+from lockstep import checkpoint_io, targets
+from lockstep.config import check
+from lockstep.evaluation import config_of
+from lockstep.layout import Refusal
+from lockstep.targets import build
+
+STANDARD = (
+    *("builtins", "code", "codecs", "ctypes", "functools", "importlib", "io", "multiprocessing", "operator", "os"),
+    *("pathlib", "pickle", "runpy", "shutil", "signal", "socket", "subprocess", "sys", "tempfile", "webbrowser"),
+)
+TORCH = (
+    *("torch", "torch.hub", "torch.jit", "torch.nn", "torch.nn.functional", "torch.optim", "torch.serialization"),
+    *("torch.utils.cpp_extension", "torch.utils.data", "torch.distributed", "torch.multiprocessing", "torch.package"),
+)
+ALLOWED = {
+    "model": {f"lockstep.models.{name}" for name in ("MnistCNN", "FastCNN", "ResNet18")},
+    "data": {
+        f"lockstep.data.{name}" for name in ("cifar10", "digits", "fashion_mnist", "image_folder", "mnist", "synthetic")
+    },
+}
+
+
+def callables() -> Iterator[str]:
+    """Every public callable of Lockstep's modules, and many of torch's and the standard library's."""
+    own = [module.name for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")]
+    for name in ("lockstep", *own, *TORCH, *STANDARD):
+        module = importlib.import_module(name)
+        for attribute in dir(module):
+            if not attribute.startswith("_") and callable(getattr(module, attribute)):
+                yield f"{name}.{attribute}"
+
+
+def composed(program: str, *overrides: str) -> dict[str, Any]:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        raw: Any = OmegaConf.to_container(compose(program, list(overrides)), resolve=True)
+    return {str(key): value for key, value in raw.items()}
+
+
+def put(config: dict[str, Any], keys: str, value: Any) -> dict[str, Any]:
+    """A copy of a config with another value at a dotted key."""
+    changed = copy.deepcopy(config)
+    *groups, last = keys.split(".")
+    inside = changed
+    for group in groups:
+        inside = inside.setdefault(group, {})
+    inside[last] = value
+    return changed
+
+
+def test_nothing_that_a_checkpoint_names_is_imported_or_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, raw = composed("train"), composed("evaluate", "checkpoint=evil.ckpt")
+    names = sorted(set(callables()))
+    assert len(names) > 3000
+
+    def reached(*args: Any) -> None:
+        pytest.fail(f"reached {args}")
+
+    monkeypatch.setattr(importlib, "import_module", reached)
+    monkeypatch.setattr(targets, "build", reached)
+    local = {group: set(targets.locally(group)) for group in ("model", "data", "optimizer", "scheduler")}
+    monkeypatch.setattr(targets, "locally", local.__getitem__)  # thousands of times, conf/ would be read for minutes
+    for name in names:
+        object_of = {"_target_": name}
+        for place, value in {
+            "model._target_": name,
+            "data._target_": name,
+            "model.dropout": object_of,
+            "data.augment": {"deep": [1, {"deeper": object_of}]},
+            "optimizer.betas": (object_of,),
+            "scheduler": object_of,
+        }.items():
+            group = place.partition(".")[0]
+            if name in ALLOWED.get(group, ()):
+                continue
+            with pytest.raises(
+                Refusal, match=rf"^evil.ckpt: its {group}\..* is {re.escape(name)}, which no file of conf"
+            ):
+                config_of(Path("evil.ckpt"), {"config": put(trained, place, value)}, raw)
+
+
+def test_what_the_local_config_names_is_taken() -> None:
+    """The control. A kind is a group: a data set is no model."""
+    raw = composed("evaluate", "checkpoint=last.ckpt")
+    trained = composed("train", "model=resnet18", "data=synthetic")
+    assert config_of(Path("last.ckpt"), {"config": trained}, raw).model == trained["model"]
+    other = put(trained, "model._target_", "lockstep.data.synthetic")
+    with pytest.raises(
+        Refusal, match="its model._target_ is lockstep.data.synthetic, which no file of conf/model names"
+    ):
+        config_of(Path("last.ckpt"), {"config": other}, raw)
+    own = put(trained, "model._target_", "torch.nn.Linear")
+    given = raw | {"model": {"_target_": "torch.nn.Linear"}}
+    assert config_of(Path("last.ckpt"), {"config": own}, given).model == own["model"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "no data, data_dir, lr, model"),
+        (["model"], "no data, data_dir, lr, model"),
+        ({"model": {}}, "no data, data_dir, lr, optimizer"),
+        (composed("train") | {"model": 3}, "model=3: must be the name of a file in conf/model/"),
+        (composed("train") | {"optimizer": [1]}, "optimizer=.*: must be the name of a file in conf/optimizer/"),
+    ],
+    ids=["none", "a list", "a part", "a number", "another list"],
+)
+def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says: str) -> None:
+    with pytest.raises(Refusal, match=says):
+        config_of(Path("evil.ckpt"), {"config": config}, composed("evaluate", "checkpoint=evil.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("group", "evil"),
+    [
+        ("data", {"_target_": "lockstep.atomic.same_file", "source": "source", "path": "sentinel"}),
+        ("data", {"_target_": "os.unlink", "path": "sentinel"}),
+        ("model", {"_target_": "lockstep.models.MnistCNN", "dropout": {"_target_": "os.unlink", "path": "sentinel"}}),
+    ],
+    ids=["ours", "the system's", "nested"],
+)
+def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dict[str, Any]) -> None:
+    (tmp_path / "source").write_text("evil")
+    (tmp_path / "sentinel").write_text("good")
+    config = composed("train") | {group: {"name": "evil", **evil}}
+    content = {
+        "state_dict": {"w": torch.zeros(1)},
+        "pytorch-lightning_version": "2.6.6",
+        "lockstep": {"config": config},
+    }
+    checkpoint_io.save(content, tmp_path / "evil.ckpt")
+    evaluate = Program(tmp_path / "outputs", "src/evaluate.py", fresh=True)
+    run = evaluate("checkpoint=evil.ckpt", cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "src")}, ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.fullmatch(
+        rf"error: evil.ckpt: its {group}\..*_target_ is .*, which no file of conf/{group} .*\n", run.stderr
+    )
+    assert (tmp_path / "sentinel").read_text() == "good"
+    assert run.folders == []
+
+
+FILES = {
+    "model/bought": """
+name: bought
+_target_: lockstep.models.ImageClassifier
+label_smoothing: 0.1
+net:
+  _target_: torchvision.models.shufflenet_v2_x0_5
+  num_classes: 10
+""",
+    "optimizer/rmsprop": "_target_: torch.optim.RMSprop\n_partial_: true\nalpha: 0.9\nweight_decay: 0.1\n",
+    "logger/rows": "_target_: lightning.pytorch.loggers.CSVLogger\nname: rows\nversion: all\n",
+    "callbacks/stopping": """
+defaults: [default]
+stopping:
+  _target_: lightning.pytorch.callbacks.EarlyStopping
+  monitor: val/loss
+  stopping_threshold: 100
+""",
+}
+
+
+def test_the_users_config_names_what_is_installed_by_yaml_alone(tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(content)
+    own = "--config-dir", str(tmp_path / "conf")
+    task = "data=synthetic", "data.samples=128", "data.channels=3", "data.image_size=32", "threads=1", "max_epochs=3"
+    chosen = "model=bought", "optimizer=rmsprop", "logger=rows", "callbacks=stopping"
+    train = Program(tmp_path / "outputs")
+    run = train(*task, *chosen, "lr=0.01", "val_every=1", *own)
+    trained = run.summary
+    assert trained["steps"] == 1, "it stops after the first validation"
+    with (run.folder / "rows" / "all" / "metrics.csv").open() as file:
+        assert {"val/loss", "train/loss"} <= set(csv.DictReader(file).fieldnames or ())
+    checkpoint = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    (optimizer,) = checkpoint["optimizer_states"]
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
+    assert {group["alpha"] for group in optimizer["param_groups"]} == {0.9}
+    refused = train("resume=last", "optimizer=sgd", "max_epochs=4", ok=False)
+    assert "optimizer=sgd: " in refused.stderr
+    assert "holds the state of torch.optim.RMSprop" in refused.stderr
+
+    evaluate = Program(tmp_path / "outputs", "src/evaluate.py")
+    tested = evaluate("checkpoint=last", "threads=1", *own)
+    (folder,) = (tmp_path / "outputs" / "evaluate").iterdir()
+    assert summary_of(folder)["metrics"]["test/correct"] == trained["metrics"]["test/correct"], str(tested)
+    without = evaluate("checkpoint=last", ok=False)
+    assert without.returncode == 2, str(without)
+    assert "its model._target_ is lockstep.models.ImageClassifier, which no file of conf/model" in without.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"_target_": "torch.nn.Linear", "in_feature": 3},
+            "model.in_feature: Linear takes no such option; did you mean",
+        ),
+        ({"_target_": "math.pi"}, "model._target_=math.pi: can't be called with the keys of a config"),
+        ({"_target_": "torch.nn.Linear", "in_features": 3}, "model: Linear has missing a required argument"),
+        ({"_target_": "torch.nowhere.Linear"}, "there is no module torch.nowhere"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal, match=re.escape(says)):
+        build("model", config)
+
+
+def test_an_optimizer_without_decay_takes_no_weight_decay() -> None:
+    from lockstep.models.optimizer import build_optimizer
+
+    net, rprop = torch.nn.Linear(1, 1), "torch.optim.Rprop"
+    assert isinstance(build_optimizer(net, 0.1, _target_=rprop), torch.optim.Rprop)
+    with pytest.raises(Refusal, match="optimizer.weight_decay: Rprop takes no such option"):
+        build_optimizer(net, 0.1, _target_=rprop, weight_decay=0.1)
+    assert check(composed("train", "+optimizer._target_=torch.optim.Adam")).optimizer["name"] == "sgd"
+    assert inspect.isclass(build("optimizer", {"_target_": rprop, "_partial_": True}).func)
