@@ -8,6 +8,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
 
 def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path) -> None:
     (table,) = (text for _, text in BLOCK.findall((ROOT / "docs" / "own.md").read_text()) if "CSVLogger" in text)
-    config = replace(check(compose()), logger=OmegaConf.to_container(OmegaConf.create(table)))
+    logger: Any = OmegaConf.to_container(OmegaConf.create(table))
+    config = replace(check(compose()), logger=logger)
     for first, last in ((1, 3), (3, 4)):  # what was logged after the last checkpoint, at step 2, is logged again
         (logger,) = make_loggers(config, tmp_path, first - 1)
         for step in range(first, last + 1):

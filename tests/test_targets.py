@@ -107,7 +107,7 @@ def test_what_the_local_config_names_is_taken() -> None:
     assert config_of(Path("last.ckpt"), {"config": trained}, raw).model == trained["model"]
     other = put(trained, "model._target_", "lockstep.data.synthetic")
     with pytest.raises(
-        Refusal, match="its model._target_ is lockstep.data.synthetic, which no file of conf/model names"
+        Refusal, match=r"its model._target_ is lockstep.data.synthetic, which no file of conf/model names"
     ):
         config_of(Path("last.ckpt"), {"config": other}, raw)
     own = put(trained, "model._target_", "torch.nn.Linear")
@@ -193,8 +193,8 @@ def test_the_users_config_names_what_is_installed_by_yaml_alone(tmp_path: Path) 
     run = train(*task, *chosen, "lr=0.01", "val_every=1", *own)
     trained = run.summary
     assert trained["steps"] == 1, "it stops after the first validation"
-    with (run.folder / "rows" / "all" / "metrics.csv").open() as file:
-        assert {"val/loss", "train/loss"} <= set(csv.DictReader(file).fieldnames or ())
+    with (run.folder / "rows" / "all" / "metrics.csv").open() as table:
+        assert {"val/loss", "train/loss"} <= set(csv.DictReader(table).fieldnames or ())
     checkpoint = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
     (optimizer,) = checkpoint["optimizer_states"]
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
@@ -234,7 +234,7 @@ def test_an_optimizer_without_decay_takes_no_weight_decay() -> None:
 
     net, rprop = torch.nn.Linear(1, 1), "torch.optim.Rprop"
     assert isinstance(build_optimizer(net, 0.1, _target_=rprop), torch.optim.Rprop)
-    with pytest.raises(Refusal, match="optimizer.weight_decay: Rprop takes no such option"):
+    with pytest.raises(Refusal, match=r"optimizer.weight_decay: Rprop takes no such option"):
         build_optimizer(net, 0.1, _target_=rprop, weight_decay=0.1)
     assert check(composed("train", "+optimizer._target_=torch.optim.Adam")).optimizer["name"] == "sgd"
     assert inspect.isclass(build("optimizer", {"_target_": rprop, "_partial_": True}).func)

@@ -164,8 +164,8 @@ def front_page(config_name: str) -> str:
             groups.append(f"{folder.name}=")
             groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("*.yaml"))]
     notes = (
-        "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints the "
-        "config, --hydra-help has Hydra's flags."
+        "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints "
+        "the config, --hydra-help has Hydra's flags."
     )
     return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
 
