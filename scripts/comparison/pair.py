@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from lockstep.layout import Refusal
 
