@@ -141,6 +141,7 @@ def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Train
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded["precision"] = config.precision  # the config may say auto
     recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
         "folder": folder,
