@@ -17,6 +17,7 @@ from lockstep.config import Config, check
 from lockstep.data import Spec, Splits
 from lockstep.layout import Refusal
 
+DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 NAMED = 5  # classes or files that a message names
 
 
@@ -52,12 +53,15 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     too unless `raw` has others, everything else from `raw`.
 
     Raises:
-        Refusal: a value in `raw`.
+        Refusal: a value in `raw`, or a key there that the record decides.
     """
+    for key in DECIDED:
+        if key in raw:
+            raise Refusal(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
     trained, data = record["config"], raw.get("data") or {}
     if data.get("_target_") in (None, trained["data"].get("_target_")):  # another has other options
         data = {**trained["data"], **data}
-    kept = {key: trained[key] for key in ("model", "seed", "optimizer", "scheduler", "lr")}
+    kept = {key: trained[key] for key in DECIDED}
     kept |= {"data": data, "data_dir": trained["data_dir"] if raw.get("data_dir") is None else raw["data_dir"]}
     return check({**raw, **kept, "checkpoint": str(path)}, even=False)
 
