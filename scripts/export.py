@@ -64,6 +64,9 @@ def export(raw: dict[str, Any], folder: Path) -> None:
             f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not"
         )
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
+    for key, value in fixed.items():
+        if key in raw:
+            raise Refusal(f"{key}: an export computes with {key}={value}; leave it out")
     config, spec = config_and_spec(find_checkpoint(raw), {**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
     if changes(module, spec):

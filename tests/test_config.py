@@ -16,7 +16,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lockstep import config
+from lockstep import config, machine
 from lockstep.checks import ROOT
 from lockstep.cli import BAD_INPUT, keyed, line
 from lockstep.config import Config, check
@@ -124,8 +124,12 @@ REFUSED: list[tuple[str, str]] = [
     ("lr=inf", "lr=inf.*greater than 0"),
     ("lr=fast", "lr=fast.*number"),
     ("gradient_clip_val=nan", "gradient_clip_val=nan.*greater than 0"),
-    ("precision=33", "precision=33.*64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed"),
-    ("precision=16-mixed", "precision=16-mixed needs a GPU.*bf16-mixed"),
+    ("precision=33", "precision=33.*auto, 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed"),
+    ("precision=16-mixed", "precision=16-mixed needs a GPU; precision=auto"),
+    (
+        "precision=auto num_nodes=2 rdzv_endpoint=there:29500",
+        "precision=auto: machines may differ.*precision=bf16-mixed or 32-true",
+    ),
     ("max_epochs=0", "max_epochs=0.*at least 1"),
     ("max_steps=-1", "max_steps=-1.*at least 1"),
     ("seed=-1", "seed=-1.*at least 0"),
@@ -242,6 +246,54 @@ def test_a_machine_carries_four_workers_and_not_sixty_four(monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setattr(config.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert 4 <= config.cpu_cap() < 64
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "precision"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 avx512_vnni\n", "bf16-mixed"),
+        ("flags\t\t: fpu amx_tile amx_bf16\nflags\t\t: fpu amx_tile amx_bf16\n", "bf16-mixed"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd i8mm bf16 dgh\n", "bf16-mixed"),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f\nbugs\t\t: bf16\n", "32-true"),
+        (None, "32-true"),  # no Linux
+    ],
+)
+def test_precision_auto_is_what_the_processor_computes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, precision: str
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        file.write_text(cpuinfo)
+    monkeypatch.setattr(config, "computes_bf16", lambda accelerator: machine.computes_bf16(accelerator, str(file)))
+    found = checked("precision=auto")
+    assert (found.precision, found.raw["precision"]) == (precision, "auto")
+    assert checked().precision == "32-true"
+    assert checked("precision=bf16-mixed").precision == "bf16-mixed"  # who asks by name gets it
+
+
+@pytest.mark.parametrize(("capabilities", "computes"), [([(8, 0), (9, 0)], True), ([(9, 0), (7, 5)], False)])
+def test_gpus_are_asked_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], computes: bool
+) -> None:
+    """A parent that has touched CUDA can't fork its workers."""
+    import torch
+
+    asked = []
+
+    def capability(device: int) -> tuple[int, int]:
+        asked.append(device)
+        return capabilities[device]
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    machine._gpus_compute_bf16.cache_clear()
+    assert machine.computes_bf16("gpu") is computes
+    assert asked == []
+    machine._gpus_compute_bf16.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # a notebook's: its workers are spawned
+    assert machine.computes_bf16("gpu") is computes
+    assert asked == [0, 1]
+    machine._gpus_compute_bf16.cache_clear()
 
 
 # Data: what `check` can't see, `open_data` refuses, still in the parent.
@@ -421,6 +473,16 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
     with pytest.raises(BAD_INPUT) as caught:
         data_of("data=digits")
     assert line(caught.value, "evaluate") == "data: there is no such key; +data=<name> adds it"
+
+
+@pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
+def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
+    from lockstep.evaluation import config_of
+
+    asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt", f"+{key}=0"]), resolve=True)
+    assert isinstance(asked, dict)
+    with pytest.raises(Refusal, match=f"^{key.partition('.')[0]}: the checkpoint decides it.*leave it out"):
+        config_of(Path("best.ckpt"), {"config": composed()}, {str(key): value for key, value in asked.items()})
 
 
 def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:

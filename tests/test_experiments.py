@@ -20,6 +20,12 @@ DEBUGS = options("debug")
 LAYOUT = ("accelerator=cpu", "strategy=ddp", "devices=2", "pieces=4", "threads=1")
 
 
+@pytest.fixture
+def _without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that would emulate it."""
+    monkeypatch.setattr("lockstep.config.computes_bf16", lambda accelerator: False)
+
+
 def composed(*overrides: str) -> Config:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         raw: Any = OmegaConf.to_container(compose("train", ["accelerator=cpu", *overrides]), resolve=True)
@@ -30,6 +36,12 @@ def composed(*overrides: str) -> Config:
 def test_an_experiment_passes_the_checks(experiment: str) -> None:
     config = composed(f"experiment={experiment}")
     assert config.raw != composed().raw
+
+
+@pytest.mark.usefixtures("_without_bf16")
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_no_recipe_emulates_bf16(experiment: str) -> None:
+    assert composed(f"experiment={experiment}").precision == "32-true"
 
 
 @pytest.mark.parametrize(("recipe", "debug"), list(product([(), *((f"experiment={e}",) for e in EXPERIMENTS)], DEBUGS)))

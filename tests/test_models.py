@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from small_models import fast_cnn, mnist_cnn, resnet18, task
 from torch import nn
 
 import lockstep.models
+from lockstep.building import make_module
+from lockstep.config import check
+from lockstep.data import open_data
 from lockstep.layout import Refusal
+from lockstep.library import compose
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -140,6 +145,22 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
     assert (net.layer1[0].conv1.weight == 2).all()
     assert net.fc.weight.shape == (3, 512)
     assert not (net.conv1.weight == 2).any(), "the small stem has no pretrained weights"
+
+
+def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+    asked = []
+    monkeypatch.setattr("lockstep.models.resnet18._load_pretrained", lambda net: asked.append("downloaded"))
+    options = ("data=synthetic", "data.samples=20", "data.channels=3", "model=resnet18", "model.pretrained=true")
+    config = check(dict(compose(*options)))
+    splits = open_data(config.data, config.data_dir)
+    for brings in (replace(config, checkpoint="best.ckpt"), replace(config, resume="last.ckpt")):
+        make_module(brings, splits)
+        assert asked == []
+    make_module(config, splits)  # the control
+    monkeypatch.setattr(lockstep.models.ResNet18, "strict_loading", False)
+    make_module(replace(config, resume="last.ckpt"), splits)  # whose checkpoint may lack weights
+    assert asked == ["downloaded"] * 2
 
 
 @pytest.mark.parametrize("name", ["mnist_cnn", "fast_cnn", "resnet18"])

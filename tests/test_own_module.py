@@ -28,6 +28,7 @@ from lockstep.layout import Refusal
 from lockstep.library import compose
 from lockstep.models import ImageClassifier
 from lockstep.plan import Plan
+from lockstep.resume import key
 from lockstep.targets import build
 
 MODULE = """
@@ -979,6 +980,100 @@ def test_what_a_module_does_not_take_is_not_ignored(variants: Path, tmp_path: Pa
     key = ignored.partition("=")[0]
     assert f"{key}: variants.LitDigits takes no {key.partition('.')[0]}, so this would change nothing" in run.stderr
     assert run.folders == []
+
+
+CLASSIFIERS = """
+import torch
+from torch import nn
+
+from lockstep.models import ImageClassifier
+
+
+class Own(ImageClassifier):
+    def __init__(self, **options):
+        super().__init__(nn.Flatten(), **options)
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [scheduler]
+
+
+class OnTop(Own):
+    def configure_optimizers(self):
+        return super(Own, self).configure_optimizers()
+
+
+class Helped(Own):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.options())
+
+    def options(self):
+        return {"weight_decay": self.optimizer["weight_decay"]}
+
+
+class Keeps(Own):
+    def __init__(self, net=None, sizes=(3, 4), **options):
+        net = net or nn.Linear(2, 2)
+        super().__init__(**options)
+        self.save_hyperparameters()
+
+
+class KeepsOthers(Own):
+    def __init__(self, net=None, sizes=(3, 4), **options):
+        net = net or nn.Linear(2, 2)
+        super().__init__(**options)
+        self.save_hyperparameters(ignore=["net"])
+"""
+
+
+def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str) -> Any:
+    """One of these, as a worker makes it from overrides."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "classifiers.py").write_text(CLASSIFIERS)
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "classifiers", raising=False)
+    raw = dict(compose("callbacks=none", "logger=none", *overrides))
+    splits = open_data({"_target_": "lockstep.data.synthetic", **DATA}, "data")
+    monkeypatch.setattr(targets, "ROOT", tmp_path)
+    model = {"_target_": f"classifiers.{name}"}
+    return make_module(check({**raw, "model": model, "data": {}}, given=map(key, overrides)), splits)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "refused"),
+    [
+        ("Own", "optimizer.weight_decay=0.3", True),
+        ("Own", "scheduler=cosine", True),
+        ("Own", "lr=0.3", False),
+        ("OnTop", "scheduler=cosine", False),
+        ("Helped", "optimizer.weight_decay=0.3", False),
+        ("Helped", "scheduler=cosine", True),
+    ],
+)
+def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: str, refused: bool
+) -> None:
+    if not refused:
+        assert classifier(tmp_path, monkeypatch, name, given)
+        return
+    group = key(given).partition(".")[0]
+    says = f"{key(given)}: the configure_optimizers of classifiers.{name} does not use self.{group}, so this would"
+    with pytest.raises(Refusal, match=re.escape(says)):
+        classifier(tmp_path, monkeypatch, name, given)
+
+
+@pytest.mark.parametrize("name", ["Keeps", "KeepsOthers"])
+def test_a_network_among_the_hyperparameters_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name == "KeepsOthers":
+        assert classifier(tmp_path, monkeypatch, name).hparams.sizes == (3, 4)
+        return
+    says = "classifiers.Keeps: its hyperparameters hold net (Linear), and a checkpoint holds plain data only: "
+    with pytest.raises(Refusal, match=re.escape(says + 'save_hyperparameters(ignore=["net"])')):
+        classifier(tmp_path, monkeypatch, name)
 
 
 def test_a_learning_rate_that_stays_the_checkpoints_is_not_changed(variants: Path, tmp_path: Path) -> None:

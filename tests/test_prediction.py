@@ -147,6 +147,12 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
     export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
 
 
+def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
+    raw = composed("export", f"checkpoint={trained.folder}", "+precision=bf16-mixed")
+    with pytest.raises(Refusal, match="precision: an export computes with precision=32-true; leave it out"):
+        export.export(raw, tmp_path)
+
+
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     for folder, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no image in it; known: .jpg")):
         with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):

@@ -13,6 +13,12 @@ import pytest
 import torch
 from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
 
+from lockstep import runs
+from lockstep.config import check
+from lockstep.data import open_data
+from lockstep.library import compose
+from lockstep.training import _resumption, train
+
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
 SHORT = (*TINY, "max_epochs=1", "logger=none", "threads=1")
@@ -81,6 +87,29 @@ def test_rank_zero_speaks_alone(ddp: Run) -> None:
     assert "Warning" not in said
     for line in said.splitlines():
         assert line in (ddp.folder / "train.log").read_text()
+
+
+def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    splits = open_data({"_target_": "lockstep.data.synthetic", "samples": 90}, "data")
+    monkeypatch.setattr(runs, "_launch", lambda *launched: None)
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(runs, "computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr("lockstep.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
+        found = {asked: check(dict(compose(f"precision={asked}"))) for asked in ("auto", "32-true", "bf16-mixed")}
+        for config in found.values():
+            runs.run_in_workers(train, config, splits, tmp_path)
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == (0 if has_bf16 else 1)
+        assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)
+    config = found["auto"]
+    recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "precision": "bf16-mixed"}
+    resumed = {"global_step": 3, "lockstep": recorded}
+    told = ["resumes after step 3", "changed since the checkpoint: precision: bf16-mixed -> 32-true"]
+    assert _resumption(config, splits, resumed) == told
+    recorded["precision"] = "32-true"
+    assert _resumption(config, splits, resumed) == told[:1]
 
 
 @pytest.mark.parametrize("when", ["max_steps=3", "val_every=1000"])

@@ -36,7 +36,7 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: s
     epoch = f"{counted(plan.steps_per_epoch, 'step')} per epoch, {steps} in all"
     return (
         f"{config.layout.describe()}{found}{exact} | {epoch} | "
-        f"lr {config.step_lr:g}{scaled} | {f'{chosen} | ' * bool(chosen)}{where}"
+        f"lr {config.step_lr:g}{scaled} | {config.precision} | {f'{chosen} | ' * bool(chosen)}{where}"
     )
 
 

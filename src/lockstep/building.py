@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import inspect
+import json
 import os
 import sys
 import time
@@ -20,7 +22,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep import fast, logs
 from lockstep.account import describe
-from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.checkpoint_io import AtomicCheckpointIO, is_plain
 from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
@@ -29,6 +31,7 @@ from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
 from lockstep.memory import MIB, Memory
+from lockstep.models import ImageClassifier
 from lockstep.nonfinite import Watch
 from lockstep.plan import Plan
 from lockstep.strategies import make_strategy
@@ -63,13 +66,23 @@ def total_steps(config: Config, samples: int) -> int:
 
 
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
-    """The LightningModule that the config names, with weights that follow from the seed alone."""
+    """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
+    going to bring them, pretrained ones are not asked for."""
+    held = (config.checkpoint or config.resume) and config.model.get("pretrained") is True
+    module = _module(config, splits, {**config.model, "pretrained": False} if held else config.model)
+    if held and not module.strict_loading:  # its checkpoints may lack some
+        module = _module(config, splits, config.model)
+    return module
+
+
+def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
+    wanted = {OFFERED[key.partition(".")[0]]: key for key in config.given if key.partition(".")[0] in OFFERED}
     module = build(
         "model",
-        config.model,
-        {OFFERED[key.partition(".")[0]]: key for key in config.given if key.partition(".")[0] in OFFERED},
+        options,
+        wanted,
         channels=spec.channels,
         image_size=spec.image_size,
         num_classes=len(spec.classes),
@@ -89,12 +102,40 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
             raise Refusal(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
+    for name, given in wanted.items():
+        if _unused(module, name):
+            raise Refusal(
+                f"{given}: the configure_optimizers of {config.model['_target_']} does not use self.{name}, so this "
+                "would change nothing; leave it out"
+            )
+    if odd := [name for name, value in module.hparams.items() if not is_plain(value)]:
+        held = ", ".join(f"{name} ({type(module.hparams[name]).__name__})" for name in odd)
+        raise Refusal(
+            f"{named}: its hyperparameters hold {held}, and a checkpoint holds plain data only: "
+            f"save_hyperparameters(ignore={json.dumps(odd)})"
+        )
     module.configure_optimizers = partial(_one_optimizer, module.configure_optimizers)  # type: ignore[method-assign]
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
     fast.memory_format(module, config.memory_format)
     return module
+
+
+def _unused(module: pl.LightningModule, name: str) -> bool:
+    """Whether a classifier makes its optimizer itself, and no method of its own names this attribute, or hands the work
+    on to `ImageClassifier`."""
+    if not isinstance(module, ImageClassifier) or not overrides(module, "configure_optimizers", ImageClassifier):
+        return False
+    classes = type(module).__mro__
+    methods = [
+        inspect.unwrap(method)
+        for owner in classes[: classes.index(ImageClassifier)]
+        for method in vars(owner).values()
+        if inspect.isfunction(method)
+    ]
+    mentioned = {mention for method in methods for mention in method.__code__.co_names}
+    return mentioned.isdisjoint({name, "hparams", "configure_optimizers"})
 
 
 def _one_optimizer(configure: Callable[[], Any]) -> Any:
@@ -144,6 +185,7 @@ def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Train
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded["precision"] = config.precision  # the config may say auto
     recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
         "folder": folder,

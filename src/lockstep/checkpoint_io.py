@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import zipfile
 from collections.abc import Callable
@@ -79,6 +80,17 @@ def _load(path: Path, map_location: Any) -> dict[str, Any]:
             f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
         )
     return checkpoint
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `save` would write a value: it holds only plain data and tensors."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # a pickle of anybody's object can fail in any way
+        return False
+    buffer.seek(0)
+    return not _code(buffer)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -236,7 +248,7 @@ def _crcs_match(path: Path) -> bool:
         return False
 
 
-def _code(path: str | Path) -> str:
+def _code(path: str | Path | IO[bytes]) -> str:
     """Names of the functions and classes in a checkpoint's pickle that plain data does not need; nothing is run."""
     try:
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))

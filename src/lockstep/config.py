@@ -31,7 +31,7 @@ from lockstep.checks import (
     whole,
 )
 from lockstep.layout import Layout, Refusal
-from lockstep.machine import cpu_cap, gpu_count
+from lockstep.machine import computes_bf16, cpu_cap, gpu_count
 from lockstep.sweeps import options
 from lockstep.targets import check_target, named
 
@@ -69,7 +69,7 @@ class Config:
     accumulate_grad_batches: Annotated[int | str | None, accumulation]
     memory_budget: Annotated[float | None, real(above=0, optional=True)]
     exact: Annotated[bool, flag]
-    precision: Annotated[str, choice(*PRECISIONS)]
+    precision: Annotated[str, choice("auto", *PRECISIONS)]
     threads: Annotated[int | None, whole(1, optional=True)]
     memory_format: Annotated[str, choice("auto", "contiguous", "channels_last")]
     allocator: Annotated[str, choice("auto", "system"), "auto"]
@@ -126,6 +126,7 @@ def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) 
             raise Refusal(f"{key}: there is no such key; {unknown(str(key), sorted(KEYS))}")
     values = {key: check_one(key, raw.get(key, absent)) for key, (check_one, absent) in KEYS.items()}
     values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
+    values["precision"] = _precision(values)
     values["strategy"] = _strategy(values)
     compiled.must_work(values)
     debug.must_be_free(values)
@@ -182,8 +183,16 @@ def _accelerator(accelerator: str, devices: int, precision: str) -> str:
             f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
         )
     if found == "cpu" and precision.startswith("16-"):
-        raise Refusal(f"precision={precision} needs a GPU; on a CPU bf16-mixed does the same")
+        raise Refusal(f"precision={precision} needs a GPU; precision=auto takes what this machine computes in")
     return found
+
+
+def _precision(values: Mapping[str, Any]) -> str:
+    if values["precision"] != "auto":
+        return str(values["precision"])
+    if values["num_nodes"] > 1:
+        raise Refusal("precision=auto: machines may differ in it, a step can't; give precision=bf16-mixed or 32-true")
+    return "bf16-mixed" if computes_bf16(values["accelerator"]) else "32-true"
 
 
 def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:

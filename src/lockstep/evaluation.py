@@ -19,6 +19,7 @@ from lockstep.layout import Refusal
 from lockstep.targets import must_be_named
 from lockstep.workers.group import agree
 
+DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 NAMED = 5  # classes or files that a message names
 CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
 VALUES = ("seed", "lr", "data_dir")
@@ -65,8 +66,12 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 
     Raises:
         CheckpointError: the record lacks something.
-        Refusal: a value in `raw`; or the record names what the user's own config doesn't, see `must_be_named`.
+        Refusal: a value in `raw`, or a key there that the record decides; or the record names what the user's own
+            config doesn't, see `must_be_named`.
     """
+    for key in DECIDED:
+        if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
+            raise Refusal(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
         raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")

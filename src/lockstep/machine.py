@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for a processor's instructions: of x86, x86, ARM
 
 
 def cores() -> int:
@@ -24,3 +30,33 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def computes_bf16(accelerator: str, cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether `cpu`, or each CUDA device (`gpu`) that this process may use, has instructions for bf16. Without them it
+    is emulated: on a CPU `experiment=mnist_fast` takes 121 s instead of 17 s in float32."""
+    if accelerator == "gpu":
+        return _gpus_compute_bf16()
+    with suppress(OSError):
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
+        return flags is not None and not BF16.isdisjoint(flags[1].split())
+    return False  # no Linux: nothing says so
+
+
+@cache
+def _gpus_compute_bf16() -> bool:
+    import torch
+
+    def found() -> bool:
+        return all(torch.cuda.get_device_capability(device) >= (8, 0) for device in range(torch.cuda.device_count()))
+
+    if torch.cuda.is_initialized():
+        return found()
+    child = os.fork()  # the question touches CUDA, which would forbid the launcher to fork
+    if not child:
+        code = 1
+        try:
+            code = 0 if found() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -18,8 +18,9 @@ from lockstep.config import Config
 from lockstep.data.loaders import refuse_open_files
 from lockstep.launch import WorkerFailed, launch
 from lockstep.layout import Refusal
+from lockstep.machine import computes_bf16
 from lockstep.summary import summary_of, write_summary
-from lockstep.workers.environment import external_workers
+from lockstep.workers.environment import external_workers, is_first
 from lockstep.workers.process import lost_another
 from lockstep.workers.signals import Interrupted, ask_to_end, asked
 
@@ -34,6 +35,12 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
         raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
     refuse_open_files(splits, config.layout, config.num_workers)
+    if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and is_first():
+        print(
+            f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
+            "times float32's time; precision=auto takes 32-true here",
+            file=sys.stderr,
+        )
     before = summary_of(folder)
     try:
         if config.strategy["balance"]:

@@ -50,8 +50,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     fast.set_up(config.layout, config.threads, config.allocator)
     if config.debug["one_batch"]:
         splits = replace(splits, train=first_batch(config, splits.train))
-    module = make_module(config, splits)
     checkpoint = _checkpoint_to_resume(config, folder)
+    module = make_module(replace(config, resume=checkpoint), splits)
     resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
     config = replace(config, layout=kept(config, resumed) or config.layout)
     data = make_data(config, splits, rank)
@@ -158,10 +158,11 @@ def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list
         return []
     recorded = resumed.get("lockstep", {})
     messages = [f"resumes after step {resumed['global_step']}"]
-    changed = [
-        change for change in differences(recorded.get("config", {}), config.raw) if not change.startswith("resume:")
-    ]
-    if changed:
+    before = recorded.get("config", {})
+    if "precision" in recorded:  # of a checkpoint of an older version, the config says it
+        before = {**before, "precision": recorded["precision"]}
+    changed = differences(before, {**config.raw, "precision": config.precision})
+    if changed := [change for change in changed if not change.startswith("resume:")]:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if recorded.get("fingerprint") != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
