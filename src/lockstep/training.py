@@ -163,6 +163,11 @@ def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list
     ]
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
+    if config.layout.strategy == "ddp" and config.strategy["compression"] == "powersgd":
+        messages.append(
+            "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
+            "does not end with the bits of one that was never interrupted"
+        )
     if recorded.get("fingerprint") != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
     return messages
