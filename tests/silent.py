@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
 from lockstep import heartbeat
 
 
-def silent(rank: int, busy: bool, together: Any) -> None:
-    """`busy`: rank zero compiles; else both are silent until they are ended."""
+def silent(rank: int, busy: str, together: Any) -> None:
+    """What rank zero does, for which the other one waits: it `compiles`, or `writes` to a slow disk; it `stops` while
+    it writes, or does `nothing`, and is silent until it is ended."""
     together.wait()
     heartbeat.join(rank)
-    if busy and rank == 0:
+    if rank == 0 and busy == "compiles":
         heartbeat.compiling(True)
-    time.sleep(5 if busy else 600)
-    together.wait()
-    if busy and rank == 0:
+        time.sleep(5)
         heartbeat.compiling(False)
+    elif rank == 0 and busy in ("writes", "stops"):
+        with heartbeat.patient():
+            time.sleep(5 if busy == "writes" else 1)
+            if busy == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+    elif busy in ("compiles", "writes"):
+        time.sleep(5)
+    else:
+        time.sleep(600)
+    together.wait()
     heartbeat.leave()

@@ -118,8 +118,8 @@ def test_a_compilation_may_take_longer_than_a_hang(tmp_path: Path, monkeypatch: 
     assert math.isfinite(beats[0])
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_silence_is_noticed_where_nobody_compiles(tmp_path: Path, busy: bool) -> None:
+@pytest.mark.parametrize("busy", ["compiles", "writes", "stops", "nothing"])
+def test_silence_is_noticed_where_nobody_compiles_or_writes(tmp_path: Path, busy: str) -> None:
     context = multiprocessing.get_context("spawn")
     with heartbeat.watching(str(tmp_path), workers=2, timeout=1.5, alone=False) as found:
         together = context.Barrier(2)
@@ -128,7 +128,12 @@ def test_silence_is_noticed_where_nobody_compiles(tmp_path: Path, busy: bool) ->
             worker.start()
         for worker in workers:
             worker.join()
-    assert bool(found) != busy, "the one that compiles, and the one that waits for it, live"
+    if busy in ("compiles", "writes"):
+        assert not found, "the one that is busy, and the one that waits for it, live"
+    else:
+        assert next(iter(found)) in [worker.pid for worker in workers]
+    if busy == "stops":
+        assert found[workers[0].pid].startswith("rank 0"), "the one that the other waits for"  # type: ignore[index]
 
 
 @compiles

@@ -190,6 +190,47 @@ def test_what_is_not_finite_comes_back_on_every_process_and_spoils_only_its_tens
         assert same(rank[1], expected[1])
 
 
+@pytest.mark.parametrize("before", [None, 1000])
+def test_what_is_too_large_for_a_grid_of_float64_counts_as_not_finite(before: int | None) -> None:
+    exact = ExactSum([torch.zeros(2, dtype=torch.float64) for _ in range(2)])
+    exact.exponents = [before]
+    for size in (2.0**1023, 1.0):
+        exact.begin()
+        for value in (1.0, size, -size):
+            exact.add([torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64)])
+        large, small = exact.total(alone)
+        assert torch.isfinite(small).all()
+        assert torch.isnan(large).all() == (size > 1)
+
+
+def test_the_largest_sums_of_float64_are_finite() -> None:
+    exact = ExactSum([torch.zeros(2, dtype=torch.float64)])
+    for _ in range(2):
+        exact.begin()
+        for _ in range(MOST_EXACT):
+            exact.add([torch.full((2,), 2.0**999, dtype=torch.float64)])
+        (total,) = exact.total(alone)
+        assert total.tolist() == [MOST_EXACT * 2.0**999] * 2
+
+
+def test_it_tells_which_tensors_were_given_anywhere() -> None:
+    group, addend = Group(2), [torch.ones(3), torch.ones(2), torch.ones(1)]
+    dealt = {0: [addend[0], None, None], 1: [None, addend[1], None]}
+
+    def process(rank: int) -> tuple[list[bool], Addend]:
+        exact = ExactSum(addend)
+        for _ in range(2):  # the second sum on a known grid
+            exact.begin()
+            exact.add(dealt[rank])
+            sums = exact.total(lambda tensor, op: group.all_reduce(rank, tensor, op))
+        return exact.given, sums
+
+    with ThreadPoolExecutor(2) as pool:
+        for given, sums in pool.map(process, range(2)):
+            assert given == [True, True, False]
+            assert same(sums, [*addend[:2], torch.zeros(1)])
+
+
 def test_memory_format_and_strides_do_not_matter() -> None:
     shapes = [(4, 2, 3, 3), (5, 3)]
     step = addends(4, 1, shapes=shapes)

@@ -7,6 +7,7 @@ Lightning's own loop is the reference throughout: what ours leaves out must not 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,9 @@ from lockstep.gradients import ExactGradientSum, GradientSum
 from lockstep.layout import resolve
 from lockstep.loop import StepLoop
 from lockstep.nonfinite import NonFinite, Watch
+from lockstep.running_stats import RunningStats
 from lockstep.strategies import make_strategy
+from lockstep.strategies.single import SingleDevice
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -334,6 +337,33 @@ def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
     norm: Any = module.net[2]
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
     assert int(norm.num_batches_tracked) == 1
+
+
+def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
+    """`momentum=None`: the mean over all steps so far, of which each is the mean over its pieces."""
+    module = Net(norm=True)
+    module.net[2].momentum = None
+    seen: list[torch.Tensor] = []
+    module.net[2].register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
+    fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
+    expected = torch.stack(seen).view(3, 2, -1).mean((0, 1))
+    norm: Any = module.net[2]
+    assert torch.allclose(norm.running_mean, expected, atol=1e-6)
+    assert int(norm.num_batches_tracked) == 3
+
+
+def test_half_precisions_statistics_are_summed_in_float32() -> None:
+    norm = nn.BatchNorm1d(1, dtype=torch.bfloat16)
+    nn.init.constant_(norm.running_mean, 1.0)  # type: ignore[arg-type]
+    share = SimpleNamespace(pieces=512)
+    stats = RunningStats(norm, SingleDevice(torch.device("cpu")), processes=1)
+    stats.begin(share)
+    for _ in range(share.pieces):  # a sum in bfloat16 would end at 256
+        stats.before(None)
+        stats.after(None)
+    stats.finish(share)
+    assert norm.running_mean.dtype == torch.bfloat16  # type: ignore[union-attr]
+    assert float(norm.running_mean) == 1.0  # type: ignore[arg-type]
 
 
 def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:

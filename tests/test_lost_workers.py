@@ -53,6 +53,29 @@ def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
+SLOW_DISK = """
+import os, time
+plain = os.fsync
+
+def fsync(file):
+    if os.readlink(f"/proc/self/fd/{file}").endswith((".provenance.json.tmp", ".last.ckpt.tmp", ".summary.json.tmp")):
+        time.sleep(6)
+    plain(file)
+
+os.fsync = fsync
+"""
+
+
+def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
+    """Neither of rank zero, which waits for it, nor of the other one, which waits for rank zero."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    short = ("strategy=ddp", "devices=2", "hang_timeout=4", "max_epochs=1", "checkpoint_every=null")
+    run = Program(tmp_path / "outputs", fresh=True)(*JOB, *short, env={"PYTHONPATH": path})
+    assert run.summary["throughput"]["seconds_saving"] >= 0
+    assert run.summary["throughput"]["seconds"] > 12, "the disk is slow"
+
+
 def test_without_a_restart_left_it_ends(run_train: Program) -> None:
     process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=8", "max_epochs=100000")
     strike(run_train, process, 0, signal.SIGSTOP, workers=2)

@@ -280,6 +280,30 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     ]
 
 
+def test_powersgd_tells_what_no_checkpoint_holds(run_train: Program) -> None:
+    task = (*JOB, *DDP, "logger=none", "max_epochs=1", "scheduler=constant")
+    begun = run_train(*task, "strategy.compression=powersgd", "max_steps=2")
+    run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=3")
+    told = "strategy.compression=powersgd begins anew"
+    assert told in run.stderr
+    assert told not in begun.stderr
+
+
+def test_the_newest_run_knows_where_its_machines_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "mnist_cnn_digits" / "1"
+    for file, content in {
+        "checkpoints/last.ckpt": "",
+        ".hydra/overrides.yaml": "[strategy=ddp, num_nodes=2, rdzv_endpoint=there:29500]",
+    }.items():
+        (run / file).parent.mkdir(parents=True)
+        (run / file).write_text(content)
+    asked: list[Any] = []
+    monkeypatch.setattr(resume, "agree", lambda *args: asked.append(args) or str(run))
+    overrides(["resume=last", f"outputs={tmp_path}"], "train")
+    overrides(["resume=last", f"outputs={tmp_path}", "rdzv_endpoint=here:29500"], "train")
+    assert asked == [("resumed", str(run), 2, met) for met in ("there:29500", "here:29500")]
+
+
 def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
     for file, content in {
         "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",

@@ -290,6 +290,18 @@ class Sometimes(LitDigits):
         return self.head(self.net(x)) if self.turns % 2 else self.net(x)
 
 
+class Rarely(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.net(x)) if len(x) > 1 else self.net(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, weight_decay=0.5)
+
+
 class Counts(LitDigits):
     def __init__(self, hidden: int = 16, lr: float = 0.1):
         super().__init__(hidden, lr)
@@ -620,6 +632,23 @@ def test_a_parameter_that_no_gradient_reaches_is_named(variants: Path, tmp_path:
     assert "no gradient has reached spare.weight, spare.bias" in run.stderr
 
 
+def test_a_parameter_that_a_step_leaves_out_is_not_decayed_on_any_layout(variants: Path, tmp_path: Path) -> None:
+    """Its gradient is None there, not zeros. The step is the epoch's last, of one sample: a rank has none."""
+    task = ("batch_size=20", "threads=1")  # 81 samples: 4 x 20 + 1
+    ddp = ("strategy=ddp", "devices=2")
+    layouts = {"ddp": ddp, "auto": (*ddp, "pieces=null", "accumulate_grad_batches=auto"), "dp": ("strategy=dp", ddp[1])}
+    exact = {"one": (), "ddp": ddp, "dp": layouts["dp"]}
+    expected = weights(variant(variants, tmp_path / "plain", "Rarely", *task, "pieces=1").folder)
+    runs = [
+        variant(variants, tmp_path / also / name, "Rarely", *task, "pieces=2", *on, f"exact={also}")
+        for also, tried in (("false", layouts), ("true", exact))
+        for name, on in tried.items()
+    ]
+    for run in runs:
+        assert float((weights(run.folder) - expected).norm() / expected.norm()) < 1e-10, run.folder
+    assert len({run.summary["weights_sha256"] for run in runs[len(layouts) :]}) == 1
+
+
 def test_one_that_it_reaches_in_earlier_turns_only_is_named_too(variants: Path, tmp_path: Path) -> None:
     task = ("pieces=4", "max_steps=3", "strategy=ddp", "devices=2")
     run = variant(variants, tmp_path / "some", "Sometimes", *task, ok=False)
@@ -741,9 +770,10 @@ def test_buffers_survive_a_step_on_scattered_devices(variants: Path, tmp_path: P
     one, dp = states
     assert one["seen"] == dp["seen"] == 81
     assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
-    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 16
+    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
     assert one["norm.running_mean"].abs().max() > 1e-3
-    assert dp["norm.running_mean"].abs().max() > 1e-3
+    for name in ("norm.running_mean", "norm.running_var"):
+        torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
 
 
 def test_the_cursor_is_back_after_a_second_ctrl_c(variants: Path, tmp_path: Path) -> None:

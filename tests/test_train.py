@@ -18,6 +18,7 @@ from lockstep.config import check
 from lockstep.data import open_data
 from lockstep.library import compose
 from lockstep.training import _resumption, train
+from lockstep.workers.group import agree
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -254,6 +255,25 @@ def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_togethe
     (folder,) = {folder for run in runs for folder in run.folders}
     assert "resumes after step" in (folder / "train.log").read_text()
     assert summary_of(folder)["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_two_machines_go_on_with_one_run(tmp_path: Path) -> None:
+    """`resume=last`, though the newest run is another one on each of them: where the folder is not shared, say."""
+    programs = [Program(tmp_path / name) for name in ("one", "other")]
+    for program in programs:
+        program(*SHORT, "pieces=2", "max_steps=1")
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    task = ("resume=last", "strategy=ddp", "num_nodes=2", met, "max_steps=3", "hang_timeout=20")
+    processes = [program.start(*task) for program in programs]
+    runs = [program.finish(process) for program, process in zip(programs, processes, strict=True)]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    assert sorted(run.summary["steps"] for run in runs) == [1, 3]
+
+
+def test_machines_agree_on_each_thing_by_itself() -> None:
+    met = f"127.0.0.1:{free_port()}"
+    asked = ("stamp", "1"), ("resumed", "2"), ("stamp", "3")
+    assert [agree(what, value, 2, met) for what, value in asked] == ["1", "2", "1"]
 
 
 def test_two_machines_share_one_folder(run_train: Program) -> None:

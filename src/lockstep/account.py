@@ -14,6 +14,7 @@ from lockstep.callbacks import Checkpoint
 from lockstep.checkpoint_io import weights_in_use
 from lockstep.config import Config
 from lockstep.data import Splits
+from lockstep.heartbeat import patient
 from lockstep.layout import counted
 from lockstep.plan import Plan
 from lockstep.summary import git_info, versions, weights_sha256, write_summary
@@ -65,6 +66,7 @@ class Run:
         self.metrics.update(logged(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]
 
+    @patient()
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         summary = summarise(self.config, self.folder, status, error)

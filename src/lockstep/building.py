@@ -27,6 +27,7 @@ from lockstep.compiled import GRAPHS, compile_networks
 from lockstep.config import Config
 from lockstep.data import DataModule, Splits
 from lockstep.gradients import ExactGradientSum, GradientSum
+from lockstep.heartbeat import patient
 from lockstep.hooks import overrides
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop
@@ -65,6 +66,7 @@ def total_steps(config: Config, samples: int) -> int:
     return min(steps, config.max_steps or steps)
 
 
+@patient()
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
     going to bring them, pretrained ones are not asked for."""

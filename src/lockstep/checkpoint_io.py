@@ -23,6 +23,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lockstep.atomic import replacing
+from lockstep.heartbeat import patient
 from lockstep.layout import Refusal
 
 MARK = (7 + 64).to_bytes(2, "little") + b"sha256:"  # the comment's length, and what it begins with
@@ -55,6 +56,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             )
 
 
+@patient()
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
 
@@ -122,8 +124,9 @@ class AtomicCheckpointIO(CheckpointIO):
             OSError, CheckpointError: as `save`.
         """
         pending, self._pending = self._pending, []
-        for task in pending:
-            task.result()
+        with patient() if pending else contextlib.nullcontext():
+            for task in pending:
+                task.result()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -137,7 +140,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         if self._writer is not None:
-            self._writer.shutdown()
+            with patient():
+                self._writer.shutdown()
             self._writer = None
         self.wait()
 

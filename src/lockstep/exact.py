@@ -24,6 +24,7 @@ from torch import Tensor
 BITS = 51  # |x| < 2**51 * q keeps the constant's exponent
 HEAD = 6  # bits of growth between two sums
 LOWEST = -900  # exponent: far below float32's least, and its grid is still a normal float64
+HIGHEST = 1000  # exponent: far above float32's largest, and a grid's constant, and the sum, are still float64
 SMALL = 16_384  # elements: smaller neighbours share a grid
 CHUNK = 65_536  # elements: a float64 chunk stays in the second-level cache
 
@@ -40,6 +41,9 @@ class ExactSum:
     Args:
         like: tensors that the addends have the shape, strides and device of.
         floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
+
+    Attributes:
+        given: for each tensor, whether any addend had it; after `total`, on any process.
     """
 
     def __init__(self, like: Sequence[Tensor], floor: int | None = None) -> None:
@@ -51,21 +55,25 @@ class ExactSum:
         self.sizes = [sum(self.like[index].numel() for index in group) for group in self.groups]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
         # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
-        # constant is in them, and how many addends outgrew their grids
-        self.units = torch.zeros(sum(self.sizes) + len(self.groups) + 1, dtype=torch.int64, device=self.device)
-        *self.parts, self.counts = self.units.split([*self.sizes, len(self.groups) + 1])
+        # constant is in them, how many addends outgrew their grids, and which tensors were given at all
+        counts = len(self.groups) + 1 + len(self.like)
+        self.units = torch.zeros(sum(self.sizes) + counts, dtype=torch.int64, device=self.device)
+        *self.parts, self.counts = self.units.split([*self.sizes, counts])
         self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
         self.begin()
 
     def begin(self) -> None:
         """Starts a new sum."""
+        self.given = [False] * len(self.like)
         self.late: list[tuple[int, Tensor]] = []
         self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
-    def add(self, values: Sequence[Tensor]) -> None:
-        """Adds one list of tensors."""
-        flats = [self._flat(group, values) for group in self.groups]
+    def add(self, values: Sequence[Tensor | None]) -> None:
+        """Adds one list of tensors; None counts as zeros."""
+        self.given = [given or value is not None for given, value in zip(self.given, values, strict=True)]
+        there = [torch.zeros_like(like) if v is None else v for like, v in zip(self.like, values, strict=True)]
+        flats = [self._flat(group, there) for group in self.groups]
         # on CPU, `_round` looks at each chunk when it is in the cache
         bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
         for at, (flat, bound) in enumerate(zip(flats, bounds, strict=True)):
@@ -78,14 +86,17 @@ class ExactSum:
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
 
-        A tensor to which something that is not finite was added comes back as nan, on every process.
+        A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
+        as nan, on every process.
         """
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.rounded, len(self.late)]))
+        self.counts.copy_(torch.tensor([*self.rounded, len(self.late), *self.given]))
         all_reduce(self.units, "sum")
-        *self.rounded, late = self.counts.tolist()
+        counts = self.counts.tolist()
+        groups = len(self.groups)
+        self.rounded, late, self.given = counts[:groups], counts[groups], [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._late_total(all_reduce) if late else ({}, set())
         flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
         for at, bound in enumerate(_bounds(flats)):
@@ -101,7 +112,7 @@ class ExactSum:
         """The exponent of the next sum. A sum of zero may be one that fell below its grid: the grid follows it down."""
         least = LOWEST if self.floor is None else self.floor
         if bound:
-            return max(math.frexp(bound)[1], least)
+            return min(max(math.frexp(bound)[1], least), HIGHEST)
         return old if old is None else max(old - (BITS - HEAD), least)
 
     def _room(self, at: int) -> float:
@@ -195,10 +206,10 @@ class ExactSum:
         for at, value in self.late:
             parts = value.split([self.like[index].numel() for index in self.groups[at]])
             for index, part, bound in zip(self.groups[at], parts, bounds := _bounds(parts), strict=True):
-                if not math.isfinite(bound):
+                if not bound < 2.0**HIGHEST:  # nan too
                     broken[index] = 1
                     part.zero_()
-            largest = max(bound for bound in [0.0, *bounds] if math.isfinite(bound))
+            largest = max(bound for bound in [0.0, *bounds] if bound < 2.0**HIGHEST)
             if largest:
                 exponents[at] = max(int(exponents[at]), math.frexp(largest)[1])
         told = torch.cat([exponents, broken]).to(self.device)

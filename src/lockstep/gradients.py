@@ -64,7 +64,9 @@ class GradientSum:
         """After a turn's backward pass."""
 
     def finish(self, share: Any) -> None:
-        """After the last turn: where some process had no sample, all of them sum what DDP did not."""
+        """After the last turn: where DDP had no part in it, all processes sum. What no gradient has reached on any of
+        them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient is 0.
+        """
         if self.processes == 1:
             return
         if share.everyone and not self.apart:
@@ -76,11 +78,13 @@ class GradientSum:
             return
         parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        reached = gradients[0].new_tensor([p.grad is not None for p in parameters])
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), reached])
         dist.all_reduce(flat)
-        flat /= self.processes
-        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+        *parts, reached = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, part, processes in zip(parameters, parts, reached.tolist(), strict=True):
+            part /= self.processes
+            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape)) if processes else None
 
 
 class ExactGradientSum(GradientSum):
@@ -132,17 +136,15 @@ class ExactGradientSum(GradientSum):
     def collect(self, turn: Any) -> None:
         assert self.sum is not None
         for gradients in self.strategy.piece_gradients(self.parameters):
-            self.sum.add(
-                [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
-            )
+            self.sum.add([p.grad if g is None else g for p, g in zip(self.parameters, gradients, strict=True)])
         for parameter in self.parameters:
             parameter.grad = None
 
     def finish(self, share: Any) -> None:
         assert self.sum is not None
         sums = self.sum.total(all_reduce if self.processes > 1 else alone, share.samples)
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            parameter.grad = gradient
+        for parameter, gradient, reached in zip(self.parameters, sums, self.sum.given, strict=True):
+            parameter.grad = gradient if reached else None
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

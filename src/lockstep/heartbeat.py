@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 VARIABLE = "LOCKSTEP_BEATS"
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
+WAITS = -1  # in place of the turn, see `patient`
 _beats: NDArray[np.float64] | None = None
 
 
@@ -36,6 +37,30 @@ def compiling(begins: bool) -> None:
     the two no silence is noticed on this machine: other workers may wait for this one."""
     if _beats is not None:
         _beats[0] = math.inf if begins else time.time()
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """While a worker reads or writes what may take a slow disk or network longer than any step. A thread beats for it,
+    so that only a process that stands still as a whole is silent; others that wait for this one are not, either."""
+    if _beats is None:
+        yield
+        return
+    beats, turn, done = _beats, _beats[2], threading.Event()
+
+    def beat_on() -> None:
+        while not done.wait(0.2):
+            beats[0] = time.time()
+
+    beats[0], beats[2] = time.time(), WAITS
+    thread = threading.Thread(target=beat_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        beats[0], beats[2] = time.time(), turn
 
 
 def join(rank: int) -> None:
@@ -107,10 +132,10 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     parent, busy = os.getpid(), time.monotonic()
     others = _children(parent) or set()  # that are nothing to the agent
     whose = "" if alone else " of this machine"
-    compiled = 0.0  # when a worker was last seen to compile
+    excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
 
     def watch() -> None:
-        nonlocal busy, compiled
+        nonlocal busy, excused
         looked = time.time()
         while not done.wait(pause):
             last, looked = looked, time.time()
@@ -131,10 +156,10 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
             ]
             if not rows:
                 continue
-            if any(when == math.inf for _, _, _, when, _, _ in rows):
-                compiled = time.time()
+            waits = [when for _, turn, _, when, _, _ in rows if turn == WAITS or when == math.inf]
+            excused = max(excused, min(max(waits, default=0.0), time.time()))
             step, _, _, when, rank, pid = min(rows)
-            if looked - max(when, compiled) > timeout:  # not the time now: a machine may be suspended in here
+            if looked - max(when, excused) > timeout:  # not the time now: a machine may be suspended in here
                 found[pid] = (
                     f"rank {rank}{whose} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
                 )

@@ -16,6 +16,7 @@ import torch
 from lockstep import slurm
 from lockstep.checks import ROOT
 from lockstep.config import Config
+from lockstep.heartbeat import patient
 from lockstep.summary import git_info, untracked, versions, write_summary
 
 LARGEST = 1 << 20  # bytes of a file that is kept
@@ -24,6 +25,7 @@ LOG = logging.getLogger("lockstep")
 SECONDS = 10.0  # that git may take
 
 
+@patient()
 def record(config: Config, fingerprint: str, folder: Path) -> None:
     """Writes them; rank zero calls it when a run starts or goes on."""
     git = git_info()

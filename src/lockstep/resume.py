@@ -6,6 +6,7 @@ A SLURM job that was queued again resumes by itself, a run or a sweep.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import checks, slurm
 from lockstep.atomic import replacing
 from lockstep.checks import ROOT
-from lockstep.config import Config
+from lockstep.config import Config, check_nodes
 from lockstep.layout import Refusal
-from lockstep.workers.environment import is_first
+from lockstep.workers.environment import external_workers, is_first
 from lockstep.workers.group import agree
 
 MULTIRUN = {"-m", "--multirun"}
@@ -54,18 +55,23 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
             f"resume={wanted[-1]}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
         )
     given = [argument for argument in task if not argument.startswith("resume=")]
-    checkpoint = _find(wanted[-1], [*given, *flags], config_name)
+    checkpoint = _find(wanted[-1], given, flags, config_name)
     folder = checkpoint.parent.parent
-    saved = folder / ".hydra" / "overrides.yaml"
-    if not saved.exists():
+    if not (folder / ".hydra" / "overrides.yaml").exists():
         raise Refusal(f"resume={wanted[-1]}: {folder} is no run folder, it has no .hydra/overrides.yaml")
-    before = [str(override) for override in OmegaConf.load(saved)]
+    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
+    return [*_together(folder, given, arguments), *own, *flags]
+
+
+def _together(folder: Path, given: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The overrides of the run in a folder, and those that are given now, which win."""
+    saved = folder / ".hydra" / "overrides.yaml"
+    before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
     if (of_hydra := saved.with_name("hydra.yaml")).exists():
         before += config_folders(OmegaConf.load(of_hydra), arguments)
     kept = {key(override): override for override in before if key(override) != "resume"}
     kept |= {key(argument): argument for argument in given}
-    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
-    return [*kept.values(), *own, *flags]
+    return list(kept.values())
 
 
 def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -103,8 +109,13 @@ def _searched(folders: Iterable[str]) -> list[str]:
 def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
     """While a run goes on, `.hydra` in its folder holds what it goes on with, for the next time; if that is refused,
     what was there before. Hydra itself would leave the refused values, or half a file when it is killed. Of workers
-    that exist already the first one writes."""
-    if not is_first():
+    that exist already, and of several machines, the first one writes."""
+    own = uuid.uuid4().hex
+    if external_workers():
+        writes = is_first()
+    else:
+        writes = agree(f"record of {folder}", own, cfg.num_nodes, cfg.rdzv_endpoint) == own
+    if not writes:
         yield
         return
     new = {"config.yaml": cfg, "overrides.yaml": HydraConfig.get().overrides.task}
@@ -144,13 +155,17 @@ def sweeps(override: str) -> bool:
     return OverridesParser.create().parse_override(override).is_sweep_override()
 
 
-def _find(wanted: str, given: list[str], config_name: str) -> Path:
+def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:
     """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
-        runs, runs_of = _runs(given, config_name), "*"
+        runs, runs_of = _runs([*given, *flags], config_name), "*"
         if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
             runs, runs_of = runs.parent, "*/*"
-        wanted = agree("resumed", str(newest("resume", runs, runs_of)), 1, None)
+        found = newest("resume", runs, runs_of)
+        # where machines meet may be what that run was told
+        config = _composed([*_together(found, given, [*given, *flags]), *flags], config_name)
+        check_nodes(config.num_nodes, config.rdzv_endpoint, config.strategy.name)
+        wanted = agree("resumed", str(found), config.num_nodes, config.rdzv_endpoint)
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
@@ -179,15 +194,20 @@ def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
 
 def _runs(given: Sequence[str], config_name: str) -> Path:
     """The folder of all runs of the name that a command line gives."""
+    config = _composed(given, config_name)
+    return Path(checks.folder("outputs", config.outputs)) / str(config.name)
+
+
+def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
+    """The config of a command line, without the keys that it sweeps over."""
     from hydra import compose, initialize_config_dir
 
-    parsed = _parsed(given)
+    parsed = _parsed(arguments)
     single = [argument for argument in parsed.overrides if not sweeps(argument)]
     if parsed.config_dir:
         single += _searched([os.path.abspath(parsed.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose(config_name, overrides=single)
-    return Path(checks.folder("outputs", config.outputs)) / str(config.name)
+        return compose(config_name, overrides=single)
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:

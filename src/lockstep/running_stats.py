@@ -23,7 +23,6 @@ def statistics(module: nn.Module) -> dict[str, Any]:
         for name, layer in module.named_modules()
         if isinstance(getattr(layer, "running_mean", None), Tensor)
         and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d counts nothing
-        and layer.momentum is not None
     }
 
 
@@ -48,6 +47,7 @@ class RunningStats:
         self.processes = processes
         self.active = False
         self.start: list[Tensor] = []
+        self.start_counts: list[Tensor] = []
         self.total: list[Tensor] = []
         self.counts: list[Tensor] = []
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
@@ -59,16 +59,19 @@ class RunningStats:
         self.active = bool(self.buffers) and not alone
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
+            self.start_counts = [counter.clone() for counter in self.counters]
             self.counts = [now + layer.training for now, layer in zip(self.counters, self.counted, strict=True)]
             if self.exact is not None:
                 self.exact.begin()
             else:
-                self.total = [torch.zeros_like(buffer) for buffer in self.buffers]
+                self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
 
     def before(self, turn: Any) -> None:
         """Puts the step's beginning back before a turn."""
         if self.active:
             torch._foreach_copy_(self.buffers, self.start)
+            if self.counters:  # `momentum=None` weighs a piece by them
+                torch._foreach_copy_(self.counters, self.start_counts)
 
     def after(self, turn: Any) -> None:
         """Adds what a turn's pieces left."""
@@ -77,7 +80,7 @@ class RunningStats:
                 if self.exact is not None:
                     self.exact.add(buffers)
                 else:
-                    torch._foreach_add_(self.total, buffers)
+                    torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in buffers])
 
     def finish(self, share: Any) -> None:
         """The mean over the step's pieces, on every process."""
@@ -98,3 +101,8 @@ class RunningStats:
         torch._foreach_copy_(self.buffers, self.total)
         if self.counters:
             torch._foreach_copy_(self.counters, self.counts)
+
+
+def _wide(buffer: Tensor) -> torch.dtype:
+    """What statistics are summed in: half precision would round at each piece."""
+    return torch.promote_types(buffer.dtype, torch.float32)

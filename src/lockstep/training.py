@@ -164,6 +164,11 @@ def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list
     changed = differences(before, {**config.raw, "precision": config.precision})
     if changed := [change for change in changed if not change.startswith("resume:")]:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
+    if config.layout.strategy == "ddp" and config.strategy["compression"] == "powersgd":
+        messages.append(
+            "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
+            "does not end with the bits of one that was never interrupted"
+        )
     if recorded.get("fingerprint") != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
     return messages

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lockstep.atomic import same_file
 from lockstep.callbacks.throughput import aside
 from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.heartbeat import patient
 from lockstep.layout import Refusal
 from lockstep.loop import StepLoop, validates
 
@@ -186,6 +187,7 @@ class Checkpoint(LightningCheckpoint):
             assert isinstance(writer, AtomicCheckpointIO)
             writer.then(same_file, self.folder / "last.ckpt", self.folder / "best.ckpt")
 
+    @patient()
     def _recover_best(self, trainer: Trainer) -> bool:
         """After a resume: find the file that belongs to `best_score`, also in the folder of the run continued."""
         assert self.folder is not None

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.atomic import same_file
+from lockstep.heartbeat import patient
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
 
@@ -30,6 +31,7 @@ class Continuation(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
 
+    @patient()
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         used = Path(trainer.ckpt_path or self.last)
         if used != self.last and used.parent == self.last.parent and trainer.is_global_zero:

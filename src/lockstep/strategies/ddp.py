@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch.nn import Module, Parameter
 
 from lockstep.layout import Refusal
 from lockstep.strategies.single import PieceMixin
-
-COMMUNICATION_TIMEOUT = timedelta(minutes=5)  # a rank that is silent for longer is taken for dead
 
 
 class SettledDDP(nn.parallel.DistributedDataParallel):
@@ -54,11 +51,7 @@ class DistributedDataParallel(PieceMixin, DDPStrategy):
     """
 
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
-        super().__init__(
-            timeout=COMMUNICATION_TIMEOUT,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-        )
+        super().__init__(gradient_as_bucket_view=True, broadcast_buffers=False)
         self._compression = compression
         self._apart = False
         self._inside = False

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.layout import Layout
 from lockstep.workers.environment import external_workers, is_first, slurm_as_torchrun
@@ -139,7 +139,7 @@ def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> s
             value = agent.compare_set(f"{_run()}/{what}", "", value).decode()
         return of_rank_zero(value)
     if num_nodes > 1 and rdzv_endpoint:
-        return _first(value, rdzv_endpoint)
+        return _first(what, value, rdzv_endpoint)
     return value
 
 
@@ -155,18 +155,19 @@ def of_rank_zero(value: T) -> T:
     return values[0]
 
 
-_stores: list[Any] = []  # the agreement's store lives as long as this process: other machines may come later
+_stores: dict[str, TCPStore] = {}  # an agreement's store lives as long as this process: others may come later
 
 
-def _first(value: str, endpoint: str) -> str:
+def _first(what: str, value: str, endpoint: str) -> str:
     from torch.distributed import TCPStore
 
-    host, _, port = endpoint.rpartition(":")
-    try:  # whoever can open the port serves; the agent's rendezvous then shares it
-        store = TCPStore(
-            host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
-        )
-    except (RuntimeError, OSError):
-        store = TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
-    _stores.append(store)
-    return store.compare_set("lockstep/stamp", "", value).decode()
+    if endpoint not in _stores:
+        host, _, port = endpoint.rpartition(":")
+        try:  # whoever can open the port serves; the agent's rendezvous then shares it
+            store = TCPStore(
+                host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
+            )
+        except (RuntimeError, OSError):
+            store = TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
+        _stores[endpoint] = store
+    return _stores[endpoint].compare_set(f"lockstep/{what}", "", value).decode()
