@@ -342,12 +342,12 @@ def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
 def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
     """`momentum=None`: the mean over all steps so far, of which each is the mean over its pieces."""
     module = Net(norm=True)
-    module.net[2].momentum = None
+    norm: Any = module.net[2]
+    norm.momentum = None
     seen: list[torch.Tensor] = []
-    module.net[2].register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
+    norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
     fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
     expected = torch.stack(seen).view(3, 2, -1).mean((0, 1))
-    norm: Any = module.net[2]
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
     assert int(norm.num_batches_tracked) == 3
 

@@ -298,7 +298,12 @@ def test_the_newest_run_knows_where_its_machines_meet(tmp_path: Path, monkeypatc
         (run / file).parent.mkdir(parents=True)
         (run / file).write_text(content)
     asked: list[Any] = []
-    monkeypatch.setattr(resume, "agree", lambda *args: asked.append(args) or str(run))
+
+    def agree(*args: Any) -> str:
+        asked.append(args)
+        return str(run)
+
+    monkeypatch.setattr(resume, "agree", agree)
     overrides(["resume=last", f"outputs={tmp_path}"], "train")
     overrides(["resume=last", f"outputs={tmp_path}", "rdzv_endpoint=here:29500"], "train")
     assert asked == [("resumed", str(run), 2, met) for met in ("there:29500", "here:29500")]
