@@ -27,15 +27,15 @@ from advice.measurement import compute, run
 from advice.prediction import Machine, predict
 from rich.console import Console
 
-from lockstep import cli
-from lockstep.checks import real, whole
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.launch import launch
-from lockstep.layout import Refusal
-from lockstep.machine import cores, gpu_count
-from lockstep.summary import versions, write_summary
-from lockstep.workers.environment import external_workers
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.agent import launch
+from lockstep.launch.environment import external_workers
+from lockstep.launch.machine import cores, gpu_count
+from lockstep.loading import open_data
+from lockstep.run import cli
+from lockstep.run.checks import real, whole
+from lockstep.run.config import check
+from lockstep.run.summary import versions, write_summary
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
 

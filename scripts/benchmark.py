@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.table import Table
 from time_to_accuracy import CommandFailed
 
-from lockstep.checks import ROOT, unknown
-from lockstep.launch import WorkerFailed
-from lockstep.layout import Refusal
-from lockstep.machine import cores, gpu_count
-from lockstep.summary import git_info, versions, write_summary
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.agent import WorkerFailed
+from lockstep.launch.machine import cores, gpu_count
+from lockstep.run.checks import ROOT, unknown
+from lockstep.run.summary import git_info, versions, write_summary
 
 Part = Callable[[Path, str], tuple[list[Row], dict[str, Any]]]
 

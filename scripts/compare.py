@@ -22,8 +22,8 @@ from comparison.groups import find_runs, grouped, is_run
 from comparison.table import Comparison
 from rich.console import Console
 
-from lockstep.layout import Refusal
-from lockstep.plotting import find_pyplot
+from lockstep.arithmetic.layout import Refusal
+from lockstep.sweeps.plotting import find_pyplot
 
 
 def main() -> int:

@@ -22,12 +22,12 @@ from torch.utils.data import Subset
 from trials.distance import difference
 from trials.trial import Outcome, Trial, counted, prepare, run
 
-from lockstep import cli
-from lockstep.checks import ROOT, several, text, whole
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.layout import Refusal
-from lockstep.summary import versions, write_summary
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading import open_data
+from lockstep.run import cli
+from lockstep.run.checks import ROOT, several, text, whole
+from lockstep.run.config import check
+from lockstep.run.summary import versions, write_summary
 
 PIECES = 4  # a step of the reference
 ONE: dict[str, Any] = {

@@ -22,12 +22,12 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep import cli
-from lockstep.checks import choice
-from lockstep.data import Spec
-from lockstep.evaluation import find_checkpoint
-from lockstep.layout import Refusal
-from lockstep.prediction import as_splits, config_and_spec, load_module
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading import Spec
+from lockstep.run import cli
+from lockstep.run.checks import choice
+from lockstep.run.evaluation import find_checkpoint
+from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
 TOLERANCE = 1e-5  # of a probability
 BATCHES = (1, 2, 7)  # sizes that are tried

@@ -30,15 +30,15 @@ from trials.faults import YARDSTICKS
 from trials.trial import Outcome, Trial, counted, prepare, run, shorten
 from trials.verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
 
-from lockstep import cli
-from lockstep.checks import whole
-from lockstep.config import Config, check
-from lockstep.data import Splits, open_data
-from lockstep.launch import WorkerFailed
-from lockstep.layout import Layout, Refusal, split
-from lockstep.machine import cpu_cap, gpu_count
-from lockstep.summary import versions, write_summary
-from lockstep.workers.environment import external_workers
+from lockstep.arithmetic.layout import Layout, Refusal, split
+from lockstep.launch.agent import WorkerFailed
+from lockstep.launch.environment import external_workers
+from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.loading import Splits, open_data
+from lockstep.run import cli
+from lockstep.run.checks import whole
+from lockstep.run.config import Config, check
+from lockstep.run.summary import versions, write_summary
 
 CONTROLS = {
     "lr x 1.01": None,
@@ -168,7 +168,7 @@ def title(layout: Layout) -> str:
 
 def each(layout: Layout) -> str:
     """The pieces of each device: `4 + 4`."""
-    return " + ".join(map(str, split(layout.pieces, layout.world, layout.shares)))
+    return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
 
 
 if __name__ == "__main__":

@@ -22,17 +22,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import cli
-from lockstep.callbacks.throughput import peak_gib
-from lockstep.checks import choice, real, several, show, whole
-from lockstep.config import Config, check
-from lockstep.data import Splits, open_data
-from lockstep.layout import Refusal
-from lockstep.plotting import GREY, find_pyplot, style
-from lockstep.runs import run_in_workers
-from lockstep.summary import versions, write_summary
-from lockstep.training import train
-from lockstep.workers.environment import external_workers
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.meter import peak_gib
+from lockstep.launch.environment import external_workers
+from lockstep.loading import Splits, open_data
+from lockstep.run import cli
+from lockstep.run.checks import choice, real, several, show, whole
+from lockstep.run.config import Config, check
+from lockstep.run.summary import versions, write_summary
+from lockstep.run.supervisor import run_in_workers
+from lockstep.run.training import train
+from lockstep.sweeps.plotting import GREY, find_pyplot, style
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.checks import ROOT
-from lockstep.layout import Refusal
-from lockstep.summary import summary_of, versions, write_summary
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import ROOT
+from lockstep.run.summary import summary_of, versions, write_summary
 
 RECIPES = {"mnist_fast": 0.99, "mnist_best": 0.995}  # and the test accuracy that each is for
 OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep import cli
+from lockstep.run import cli
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
     """One prediction: find the checkpoint and the images, launch the workers, which write predictions.csv."""
-    from lockstep.data import ImageFiles
-    from lockstep.evaluation import find_checkpoint
-    from lockstep.prediction import as_splits, config_and_spec
-    from lockstep.prediction import predict as work
-    from lockstep.runs import run_in_workers
+    from lockstep.run.evaluation import find_checkpoint
+    from lockstep.run.prediction import as_splits, config_and_spec
+    from lockstep.run.prediction import predict as work
+    from lockstep.run.supervisor import run_in_workers
+    from project.data import ImageFiles
 
     images = raw.pop("images")
     config, spec = config_and_spec(find_checkpoint(raw), raw)

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep import cli, config, resume
+from lockstep.run import cli, config, resume
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run: check, open the data, launch the workers, which fit and test."""
     checked = config.check(raw, given=resume.given())
 
-    from lockstep.data import open_data
-    from lockstep.runs import run_in_workers
-    from lockstep.training import train as work
+    from lockstep.loading import open_data
+    from lockstep.run.supervisor import run_in_workers
+    from lockstep.run.training import train as work
 
     splits = open_data(checked.data, checked.data_dir, checked.seed)
     return run_in_workers(work, checked, splits, folder)

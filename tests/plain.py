@@ -14,9 +14,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lockstep import checkpoint_io
-from lockstep.callbacks import Checkpoint
-from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.callbacks import Checkpoint, checkpoint_io
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
 
 STEPS, SIZE = 6, 4
 PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own

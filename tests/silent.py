@@ -7,20 +7,20 @@ import signal
 import time
 from typing import Any
 
-from lockstep import heartbeat
+from lockstep.launch import watchdog
 
 
 def silent(rank: int, busy: str, together: Any) -> None:
     """What rank zero does, for which the other one waits: it `compiles`, or `writes` to a slow disk; it `stops` while
     it writes, or does `nothing`, and is silent until it is ended."""
     together.wait()
-    heartbeat.join(rank)
+    watchdog.join(rank)
     if rank == 0 and busy == "compiles":
-        heartbeat.compiling(True)
+        watchdog.compiling(True)
         time.sleep(5)
-        heartbeat.compiling(False)
+        watchdog.compiling(False)
     elif rank == 0 and busy in ("writes", "stops"):
-        with heartbeat.patient():
+        with watchdog.patient():
             time.sleep(5 if busy == "writes" else 1)
             if busy == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -29,4 +29,4 @@ def silent(rank: int, busy: str, together: Any) -> None:
     else:
         time.sleep(600)
     together.wait()
-    heartbeat.leave()
+    watchdog.leave()

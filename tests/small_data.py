@@ -12,9 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits
-from lockstep.data.augment import Augment
-from lockstep.layout import Layout, Refusal, resolve
+from lockstep.arithmetic.layout import Layout, Refusal, resolve
+from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
+from lockstep.loading.augment import Augment
+from lockstep.step.batch import StepBatch
 
 
 class Model(pl.LightningModule):
@@ -52,7 +53,7 @@ def module(data: Splits, on: Layout, process: int = 0, step: int = 0, seed: int 
     return made
 
 
-def shares(made: DataModule) -> list[Share]:
+def shares(made: DataModule) -> list[StepBatch]:
     return list(made.train_dataloader())
 
 

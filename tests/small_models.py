@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.models import FastCNN, MnistCNN, ResNet18
+from project.models import FastCNN, MnistCNN, ResNet18
 
 
 def task(**changes: Any) -> dict[str, Any]:

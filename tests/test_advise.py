@@ -13,8 +13,8 @@ from advice.prediction import Choice, Machine, predict
 from advise import advise
 from conftest import ROOT, Program
 
-from lockstep.config import check
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.config import check
 
 LATENCY, BANDWIDTH = 2e-4, 1.5e9
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_data import arrays, layout, module, shares, splits
 
-from lockstep.data.augment import Augment
+from lockstep.loading.augment import Augment
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -15,7 +15,7 @@ def test_finish_normalises_in_the_modules_dtype(dtype: torch.dtype) -> None:
     dataset = arrays(30)
     data = module(splits(dataset), layout(batch_size=8))
     data.trainer.lightning_module = torch.nn.Linear(1, 1).to(dtype)  # type: ignore[union-attr, misc]
-    turn = shares(data)[0].turns[0]
+    turn = shares(data)[0].micro_batches[0]
     x, y = data.finish(turn)
     wanted = (dataset.images[turn.ids].double() / 255 - 0.4) / 0.2
     assert x.dtype == dtype
@@ -28,10 +28,10 @@ def test_a_sample_is_augmented_alike_in_every_batch(fill: str) -> None:
     dataset, augment = arrays(60, size=7, channels=3), Augment(crop=3, flip=True, fill=fill)
     by_id: dict[int, torch.Tensor] = {}
     for on in (layout(1, 12, 1), layout(1, 15, 5), layout(3, 12, 4, "dp"), layout(2, 12, 3)):
-        for process in range(on.processes):
+        for process in range(on.world_size):
             data = module(splits(dataset, augment), on, process)
             for share in shares(data):
-                for turn in share.turns:
+                for turn in share.micro_batches:
                     for index, image in zip(turn.ids.tolist(), data.finish(turn)[0], strict=True):
                         assert torch.equal(by_id.setdefault(index, image), image)
     assert len(by_id) == 60

@@ -16,9 +16,9 @@ from benchmarks import gpu
 from benchmarks.players import OPPONENTS, Outcome
 from conftest import ROOT
 
-from lockstep import config
-from lockstep.config import check, gpu_count
-from lockstep.library import compose
+from lockstep.run import config
+from lockstep.run.config import check, gpu_count
+from lockstep.run.library import compose
 
 TINY = replace(gpu.GPU_CASES[0], batch=16, data=gpu.SMALL | {"samples": 600}, steps=4, rounds=1, apart=(1e-3, 0.5))
 
@@ -45,7 +45,7 @@ def test_only_waits_inside_the_counted_steps_count() -> None:
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    monkeypatch.setattr("lockstep.compiled._lacking", lambda accelerator: None)  # a compiler, say
+    monkeypatch.setattr("lockstep.step.compiled._lacking", lambda accelerator: None)  # a compiler, say
     for case in gpu.GPU_CASES:
         for options in gpu.OURS.values():
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *gpu.TRAIN, *options))

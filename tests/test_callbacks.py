@@ -19,8 +19,8 @@ from plain import PATHS, SIZE, STEPS, Counting, FakeShare, Loader, Plain, board,
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lockstep.callbacks import Checkpoint, Console, Continuation, Dashboard, Throughput
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter, ResumeState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,7 +39,7 @@ def test_one_line_per_epoch_with_the_epochs_own_metrics(tmp_path: Path, said: Ca
         def on_train_epoch_end(self) -> None:  # after the callbacks' hook of this name
             self.log("train/loss", 0.125 * (self.current_epoch + 1))
 
-    trainer_with(tmp_path, Throughput(), Console(bar=False), epochs=2).fit(Logging(), **loaders())
+    trainer_with(tmp_path, Meter(), Console(bar=False), epochs=2).fit(Logging(), **loaders())
     first, second = said()
     assert first.startswith("epoch 1/2  step 6  train/loss 0.1250  val/acc 0.5000  val/loss 0.5000  ")
     assert first.endswith(" samples/s  lr 0.1")
@@ -47,7 +47,7 @@ def test_one_line_per_epoch_with_the_epochs_own_metrics(tmp_path: Path, said: Ca
 
 
 def test_a_long_epoch_says_how_far_it_is(tmp_path: Path, said: Callable[[], list[str]]) -> None:
-    trainer_with(tmp_path, Throughput(), Console(bar=False, line_seconds=0)).fit(Counting(), **loaders())
+    trainer_with(tmp_path, Meter(), Console(bar=False, line_seconds=0)).fit(Counting(), **loaders())
     assert len(said()) == STEPS + 1
     assert said()[2].startswith("epoch 1/1  step 3/6  train/loss 1.0000  train/acc 0.2500")
 
@@ -66,11 +66,11 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """On a real terminal: a pseudo one, read back."""
     program = (
         "import sys, logging, warnings\nwarnings.simplefilter('ignore')\nsys.path[:0] = sys.argv[1].split(':')\n"
-        "import plain as t\nfrom lockstep.callbacks import Console, Throughput\n"
+        "import plain as t\nfrom lockstep.callbacks import Console, Meter\n"
         "logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)\n"
         "log = logging.getLogger('lockstep'); log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)\n"
         "console = Console(refresh_seconds=0)\nassert console.wants_bar\n"
-        "trainer = t.trainer_with(sys.argv[2], Throughput(), console, epochs=2)\n"
+        "trainer = t.trainer_with(sys.argv[2], Meter(), console, epochs=2)\n"
         "trainer.fit(t.Counting(), **t.loaders())\n"
         "assert log.handlers[0].stream is sys.__stderr__\n"
     )
@@ -120,7 +120,7 @@ def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Calla
 
 def test_curves_against_steps_and_against_samples(tmp_path: Path) -> None:
     config = {"lr": 0.1, "model": {"name": "tiny"}, "shares": [1, 2], "pieces": None}
-    callbacks = Throughput(log_every=3), Dashboard(config)
+    callbacks = Meter(log_every=3), Dashboard(config)
     trainer = trainer_with(tmp_path, *callbacks, epochs=2, logger=board(tmp_path))
     module = Counting()
     trainer.fit(module, **loaders())
@@ -149,7 +149,7 @@ def test_the_gradient_norm_is_that_of_the_step(tmp_path: Path) -> None:
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
             norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in self.parameters() if p.grad is not None)))
 
-    trainer_with(tmp_path, Throughput(log_every=4), Dashboard(), logger=board(tmp_path)).fit(Watched(), **loaders())
+    trainer_with(tmp_path, Meter(log_every=4), Dashboard(), logger=board(tmp_path)).fit(Watched(), **loaders())
     shown = scalars(tmp_path / "tensorboard")["grad_norm"]
     assert [step for step, _ in shown] == [1, 4, 6]
     assert [norm for _, norm in shown] == pytest.approx([norms[0], norms[3], norms[5]])
@@ -163,7 +163,7 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
             return loss
 
     options: dict[str, Any] = {"logger": board(tmp_path), "log_every_n_steps": 2, "epochs": 2}
-    trainer_with(tmp_path, Throughput(log_every=2), Dashboard({"lr": 1}), **options).fit(Logging(), **loaders())
+    trainer_with(tmp_path, Meter(log_every=2), Dashboard({"lr": 1}), **options).fit(Logging(), **loaders())
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 3, 5, 7, 9, 11]  # Lightning's
     by_samples = scalars(tmp_path / "tensorboard" / "by_samples")["train_by_samples/loss"]
     assert [samples for samples, _ in by_samples] == [4, 8, 16, 24, 32, 40, 48]
@@ -171,7 +171,7 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
 
 def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="csv")
-    trainer_with(tmp_path, Throughput(log_every=3), Dashboard({"lr": 1}), logger=logger).fit(Counting(), **loaders())
+    trainer_with(tmp_path, Meter(log_every=3), Dashboard({"lr": 1}), logger=logger).fit(Counting(), **loaders())
     text = (tmp_path / "csv" / "metrics.csv").read_text()
     header, *rows = text.splitlines()
     assert {"train/loss", "grad_norm", "samples", "step", "val/acc", "split/compute"} <= set(header.split(","))
@@ -181,7 +181,7 @@ def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_the_dashboard_needs_throughput_before_it(tmp_path: Path) -> None:
-    for callbacks in ([Dashboard()], [Dashboard(), Throughput()]):
+    for callbacks in ([Dashboard()], [Dashboard(), Meter()]):
         with pytest.raises(Refusal, match=r"callbacks\.throughput"):
             trainer_with(tmp_path, *callbacks).fit(Plain(), **loaders())
 
@@ -197,7 +197,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_becomes_its_last(tmp_path: Path)
         def on_train_batch_start(self, *args: Any) -> None:
             found.append(last.samefile(best))
 
-    callbacks = Continuation({}, tmp_path), Probe()
+    callbacks = ResumeState({}, tmp_path), Probe()
     trainer_with(tmp_path, *callbacks, epochs=3).fit(Plain(), **loaders(), ckpt_path=str(best))
     assert all(found)
     assert found
@@ -209,7 +209,7 @@ RANKS = """
 import sys; sys.path[:0] = sys.argv[1].split(':')
 import logging, pathlib, time
 import plain as t
-from lockstep.callbacks import Checkpoint, Console, Dashboard, Throughput
+from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter
 class Apart(t.Counting):  # the ranks disagree in everything
     def train_totals(self, reset):
         return super().train_totals(reset) * t.torch.tensor([1 + 2 * self.global_rank, 1, 1])
@@ -221,7 +221,7 @@ class Apart(t.Counting):  # the ranks disagree in everything
 folder = pathlib.Path(sys.argv[2])
 t.torch.set_num_threads(1)
 logging.basicConfig(filename=folder / 'log', level='INFO')
-callbacks = Throughput(log_every=3), Console(bar=False), Dashboard({'lr': 1}), Checkpoint(every=2)
+callbacks = Meter(log_every=3), Console(bar=False), Dashboard({'lr': 1}), Checkpoint(every=2)
 trainer = t.trainer_with(folder, *callbacks, epochs=3, strategy='ddp', devices=2, logger=t.board(folder))
 trainer.fit(Apart(), **t.loaders())
 """

@@ -10,9 +10,8 @@ import lightning.pytorch as pl
 import pytest
 from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
 
-from lockstep import checkpoint_io
-from lockstep.callbacks import Checkpoint
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import Checkpoint, checkpoint_io
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

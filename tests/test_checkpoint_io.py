@@ -15,8 +15,9 @@ import pytest
 import torch
 from plain import PATHS
 
-from lockstep import atomic, checkpoint_io
-from lockstep.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from lockstep.callbacks import checkpoint_io
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from lockstep.launch import atomic
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,7 +174,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 KILLS = """
 import os, sys, time; sys.path[:0] = sys.argv[1].split(':')
 import torch
-from lockstep import checkpoint_io
+from lockstep.callbacks import checkpoint_io
 torch.set_num_threads(1)
 content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(20_000_000)}}
 for delay in (0.02, 0.05, 0.1, 0.15, 0.2):

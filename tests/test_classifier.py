@@ -13,8 +13,8 @@ from small_models import mnist_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks import StandIn
-from lockstep.models import ImageClassifier, MnistCNN
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from project.models import ImageClassifier, MnistCNN
 
 
 def batches(count: int, n: int = 6, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -73,7 +73,7 @@ def test_a_stand_in_is_forgotten(tmp_path: Path, without_a_sample: bool) -> None
             super().test_step(batch, batch_idx)
             self.log("users_own", 7.0)
 
-    run = trainer(tmp_path, callbacks=[StandIn()])
+    run = trainer(tmp_path, callbacks=[DummyBatchOnEmptyRank()])
     run.test(Users(**task()), datamodule=Data(), verbose=False)
     assert run.callback_metrics["test/count"] == (0 if without_a_sample else 3)
     assert math.isnan(run.callback_metrics["test/loss"]) == without_a_sample

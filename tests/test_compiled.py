@@ -22,11 +22,12 @@ from test_config import composed
 from test_loop import Net, fit
 from torch import nn
 
-from lockstep import config, heartbeat
-from lockstep.compiled import MODES, compile_networks, is_compiled, networks
-from lockstep.config import check
-from lockstep.layout import Refusal
-from lockstep.scratch import outside, scratch_folder
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch import watchdog
+from lockstep.launch.scratch import outside, scratch_folder
+from lockstep.run import config
+from lockstep.run.config import check
+from lockstep.step.compiled import MODES, compile_networks, is_compiled, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 TASK = (
@@ -59,7 +60,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, and all that is needed to compile for them."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
-    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: name)
+    monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: name)
     monkeypatch.setenv("CC", sys.executable)
 
 
@@ -108,7 +109,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
 @compiles
 def test_a_compilation_may_take_longer_than_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beats = np.zeros(4)
-    monkeypatch.setattr(heartbeat, "_beats", beats)
+    monkeypatch.setattr(watchdog, "_beats", beats)
     seen: list[float] = []
     net = Net()
     compile_networks(net, "default", exact=False)
@@ -121,7 +122,7 @@ def test_a_compilation_may_take_longer_than_a_hang(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("busy", ["compiles", "writes", "stops", "nothing"])
 def test_silence_is_noticed_where_nobody_compiles_or_writes(tmp_path: Path, busy: str) -> None:
     context = multiprocessing.get_context("spawn")
-    with heartbeat.watching(str(tmp_path), workers=2, timeout=1.5, alone=False) as found:
+    with watchdog.watching(str(tmp_path), workers=2, timeout=1.5, alone=False) as found:
         together = context.Barrier(2)
         workers = [context.Process(target=silent, args=(rank, busy, together)) for rank in range(2)]
         for worker in workers:
@@ -198,7 +199,7 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")
     with pytest.raises(Refusal, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
         check(parsed("compile=true"))
-    monkeypatch.setattr("lockstep.compiled.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: None)
     with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
         check(parsed("compile=true"))
 
@@ -227,7 +228,7 @@ def parsed(overrides: str) -> dict[str, Any]:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
-    from lockstep.checks import ROOT
+    from lockstep.run.checks import ROOT
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

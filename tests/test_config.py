@@ -16,11 +16,12 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lockstep import config, machine
-from lockstep.checks import ROOT
-from lockstep.cli import BAD_INPUT, keyed, line
-from lockstep.config import Config, check
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch import machine
+from lockstep.run import config
+from lockstep.run.checks import ROOT
+from lockstep.run.cli import BAD_INPUT, keyed, line
+from lockstep.run.config import Config, check
 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -333,7 +334,7 @@ DATA: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("override", "prepare", "says"), DATA)
 def test_bad_data_is_refused_in_one_line(tmp_path: Path, override: str, prepare: Any, says: str) -> None:
-    from lockstep.data import open_data
+    from lockstep.loading import open_data
 
     if prepare is not None:
         prepare(tmp_path / "data")
@@ -407,7 +408,7 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
 
 
 def test_a_missing_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:
-    from lockstep.evaluation import find_checkpoint
+    from lockstep.run.evaluation import find_checkpoint
 
     with pytest.raises(Refusal, match=r"no checkpoints/best\.ckpt or last\.ckpt in this folder"):
         find_checkpoint({"checkpoint": str(tmp_path)})
@@ -446,7 +447,7 @@ def test_help_shows_the_keys_of_what_is_chosen(run_train: Program) -> None:
 
 
 def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.evaluation import config_of
+    from lockstep.run.evaluation import config_of
 
     monkeypatch.chdir(tmp_path)
     record = {"config": checked("data=mnist", "data_dir=images").raw}
@@ -459,7 +460,7 @@ def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, mon
 
 
 def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Path) -> None:
-    from lockstep.evaluation import config_of
+    from lockstep.run.evaluation import config_of
 
     record = {"config": composed("data=synthetic", "data.num_classes=3")}
 
@@ -477,7 +478,7 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
 def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
-    from lockstep.evaluation import config_of
+    from lockstep.run.evaluation import config_of
 
     asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt", f"+{key}=0"]), resolve=True)
     assert isinstance(asked, dict)
@@ -486,8 +487,8 @@ def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
 
 
 def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
-    from lockstep.data import Spec
-    from lockstep.evaluation import must_match
+    from lockstep.loading import Spec
+    from lockstep.run.evaluation import must_match
 
     path, spec = Path("best.ckpt"), Spec(1, 12, ("cat", "dog"))
     record = {"spec": asdict(spec)}

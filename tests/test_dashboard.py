@@ -25,12 +25,11 @@ from tensorboard.util import tensor_util
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_precision_recall_curve
 
-from lockstep import drawing
-from lockstep.callbacks import Pictures, pace
+from lockstep.arithmetic.layout import resolve
+from lockstep.callbacks import Pictures, drawing, pace
 from lockstep.callbacks.pace import Pace
-from lockstep.callbacks.verdicts import THRESHOLDS, Verdicts, curve
-from lockstep.data import DataModule, Spec, open_data
-from lockstep.layout import resolve
+from lockstep.callbacks.prediction_stats import THRESHOLDS, PredictionStats, curve
+from lockstep.loading import DataModule, Spec, open_data
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 KINDS = ("scalars", "images", "tensors", "histograms")
@@ -210,7 +209,7 @@ def samples(count: int = 60) -> tuple[Tensor, Tensor, Tensor]:
 
 def test_verdicts_keep_the_worst_mistakes_and_their_pixels() -> None:
     x, logits, y = samples()
-    verdicts = Verdicts(SPEC, 5, torch.device("cpu"))
+    verdicts = PredictionStats(SPEC, 5, torch.device("cpu"))
     for part in (slice(0, 7), slice(7, 8), slice(8, 60)):
         verdicts.add(x[part], logits[part], y[part])
     losses = F.cross_entropy(logits.double(), y, reduction="none")
@@ -226,7 +225,7 @@ def test_verdicts_keep_the_worst_mistakes_and_their_pixels() -> None:
 
 def test_a_curve_is_the_one_that_torchmetrics_draws() -> None:
     x, logits, y = samples()
-    verdicts = Verdicts(SPEC, 1, torch.device("cpu"))
+    verdicts = PredictionStats(SPEC, 1, torch.device("cpu"))
     verdicts.add(x, logits, y)
     chances = (logits.double().softmax(1)[:, 2] * (THRESHOLDS - 1)).floor() / (THRESHOLDS - 1)
     thresholds = torch.linspace(0, 1, THRESHOLDS, dtype=torch.float64) - 1e-9
@@ -273,7 +272,7 @@ class PastForward(Own):
 def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     module: pl.LightningModule, drawn: bool, tmp_path: Path
 ) -> None:
-    data = open_data({"_target_": "lockstep.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
+    data = open_data({"_target_": "project.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, even=False)
     loggers = [TensorBoardLogger(tmp_path, name="", version="tensorboard"), CSVLogger(tmp_path, name="", version="csv")]
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}

@@ -21,17 +21,18 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from small_data import arrays, layout, module, shares, splits
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.building import make_data
+from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.callbacks import Heartbeat
-from lockstep.config import check
-from lockstep.data import DataModule, Share, Turn
-from lockstep.data.augment import Augment
-from lockstep.data.datasets import fetch
-from lockstep.data.loaders import own_chunks, streams
-from lockstep.layout import Layout, Refusal
-from lockstep.library import compose
-from lockstep.models import MnistCNN
-from lockstep.runs import run_in_workers
+from lockstep.loading import DataModule
+from lockstep.loading.augment import Augment
+from lockstep.loading.datasets import fetch
+from lockstep.loading.loaders import own_chunks, streams
+from lockstep.run.build import make_data
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.supervisor import run_in_workers
+from lockstep.step.batch import MicroBatch, StepBatch
+from project.models import MnistCNN
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
@@ -55,9 +56,14 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return torch.rand(2) + index, index, noise
 
 
-def same(one: list[Share], other: list[Share]) -> bool:
-    def tensors(found: list[Share]) -> list[torch.Tensor]:
-        return [t for share in found for turn in share.turns for t in (*turn.batch, torch.from_numpy(turn.ids))]
+def same(one: list[StepBatch], other: list[StepBatch]) -> bool:
+    def tensors(found: list[StepBatch]) -> list[torch.Tensor]:
+        return [
+            t
+            for step_batch in found
+            for micro_batch in step_batch.micro_batches
+            for t in (*micro_batch.batch, torch.from_numpy(micro_batch.ids))
+        ]
 
     return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
@@ -106,7 +112,10 @@ def test_transforms_in_a_users_dataset_draw_anew_each_epoch() -> None:
     data.trainer.global_step = 1  # type: ignore[union-attr, misc]
     (second,) = shares(data)
     assert same([first], [again])
-    by_id = [dict(zip(s.turns[0].ids.tolist(), s.turns[0].batch[2].tolist(), strict=True)) for s in (first, second)]
+    by_id = [
+        dict(zip(s.micro_batches[0].ids.tolist(), s.micro_batches[0].batch[2].tolist(), strict=True))
+        for s in (first, second)
+    ]
     assert all(by_id[0][i] != by_id[1][i] for i in range(30))
 
 
@@ -128,10 +137,10 @@ def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: i
 def test_a_plain_dataset_passes_unchanged() -> None:
     x, y = torch.randn(20, 3), torch.arange(20)
     data = module(splits(TensorDataset(x, y), evaluated=TensorDataset(x, y)), layout(batch_size=6))
-    turn = shares(data)[0].turns[0]
-    got_x, got_y = data.finish(turn)
-    assert torch.equal(got_x, x[turn.ids])
-    assert torch.equal(got_y, y[turn.ids])
+    micro_batch = shares(data)[0].micro_batches[0]
+    got_x, got_y = data.finish(micro_batch)
+    assert torch.equal(got_x, x[micro_batch.ids])
+    assert torch.equal(got_y, y[micro_batch.ids])
     assert [len(batch[0]) for batch in data.val_dataloader()] == [12, 8]
 
 
@@ -153,21 +162,30 @@ def test_shares_of_all_processes_hold_an_epoch_once(
     on = layout(devices, pieces * size, pieces, strategy)
     dataset = arrays(samples, size=2)
     alone = shares(module(splits(dataset), layout(1, pieces * size, pieces)))
-    everyone = [shares(module(splits(dataset), on, process)) for process in range(on.processes)]
-    assert sorted(i for own in everyone for share in own for turn in share.turns for i in turn.ids) == [*range(samples)]
+    everyone = [shares(module(splits(dataset), on, process)) for process in range(on.world_size)]
+    assert sorted(
+        i for own in everyone for step_batch in own for micro_batch in step_batch.micro_batches for i in micro_batch.ids
+    ) == [*range(samples)]
     for step, at_once in enumerate(zip(*everyone, strict=True)):
-        reference = {turn.pieces[0]: turn.ids for turn in alone[step].turns}
+        reference = {micro_batch.pieces[0]: micro_batch.ids for micro_batch in alone[step].micro_batches}
         found: dict[int, np.ndarray] = {}
-        for share in at_once:
-            assert (share.step, share.samples, share.pieces) == (step, alone[step].samples, len(reference))
-            assert share.everyone == all(other.turns for other in at_once)
-            for turn in share.turns:
-                assert min(turn.sizes) >= 1
-                assert len(turn.devices) == len(turn.pieces) == len(turn.sizes)
-                parts = np.split(turn.ids, np.cumsum(turn.sizes)[:-1])
-                found |= dict(zip(turn.pieces, parts, strict=True))
-                assert all(piece in on.owned(device) for device, piece in zip(turn.devices, turn.pieces, strict=True))
-                assert turn.batch[1].tolist() == turn.ids.tolist()  # labels are ids here
+        for step_batch in at_once:
+            assert (step_batch.step, step_batch.samples, step_batch.num_nonempty) == (
+                step,
+                alone[step].samples,
+                len(reference),
+            )
+            assert step_batch.all_ranks_have_data == all(other.micro_batches for other in at_once)
+            for micro_batch in step_batch.micro_batches:
+                assert min(micro_batch.sizes) >= 1
+                assert len(micro_batch.devices) == len(micro_batch.pieces) == len(micro_batch.sizes)
+                parts = np.split(micro_batch.ids, np.cumsum(micro_batch.sizes)[:-1])
+                found |= dict(zip(micro_batch.pieces, parts, strict=True))
+                assert all(
+                    piece in on.owned(device)
+                    for device, piece in zip(micro_batch.devices, micro_batch.pieces, strict=True)
+                )
+                assert micro_batch.batch[1].tolist() == micro_batch.ids.tolist()  # labels are ids here
         assert found.keys() == reference.keys()
         assert all((found[piece] == reference[piece]).all() for piece in found)
 
@@ -183,19 +201,21 @@ def test_a_resumed_run_goes_on_at_its_step(workers: int) -> None:
     second = list(loader)  # the same loader asks again
     for step in (5, 7, 9):
         rest = shares(module(data.splits, data.layout, step=step))
-        assert [share.step for share in rest] == list(range(step, 10))
-        assert {share.epoch for share in rest} == {1}
+        assert [step_batch.step for step_batch in rest] == list(range(step, 10))
+        assert {step_batch.epoch for step_batch in rest} == {1}
         assert same(rest, second[step - 5 :])
     assert not same(first, second)
 
 
 def test_shares_move_to_a_device() -> None:
-    share = shares(module(splits(arrays(30), Augment(flip=True)), layout(batch_size=8, pieces=2)))[0]
-    moved = share.to("meta")
-    assert {t.device.type for turn in moved.turns for t in (*turn.batch, turn.draws)} == {"meta"}
-    assert (moved.samples, moved.step, moved.turns[1].sizes) == (8, 0, share.turns[1].sizes)
-    assert isinstance(moved.turns[0], Turn)
-    assert share.turns[0].batch[0].device.type == "cpu"
+    step_batch = shares(module(splits(arrays(30), Augment(flip=True)), layout(batch_size=8, pieces=2)))[0]
+    moved = step_batch.to("meta")
+    assert {t.device.type for micro_batch in moved.micro_batches for t in (*micro_batch.batch, micro_batch.draws)} == {
+        "meta"
+    }
+    assert (moved.samples, moved.step, moved.micro_batches[1].sizes) == (8, 0, step_batch.micro_batches[1].sizes)
+    assert isinstance(moved.micro_batches[0], MicroBatch)
+    assert step_batch.micro_batches[0].batch[0].device.type == "cpu"
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -206,7 +226,7 @@ def test_shares_move_to_a_device() -> None:
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
     on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
-    found = [chunk for process in range(on.processes) for chunk in own_chunks(samples, on, process)]
+    found = [chunk for process in range(on.world_size) for chunk in own_chunks(samples, on, process)]
     assert found == own_chunks(samples, alone, 0)
     assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
 
@@ -287,7 +307,7 @@ class Indices(BasePredictionWriter):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("processes", "samples"), [(1, 700), (3, 700), (3, 1)])
-def test_lightning_predicts_in_the_order_of_samples(processes: int, samples: int, workers: int) -> None:
+def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
     torch.manual_seed(0)
     spec = {"channels": 1, "image_size": 12, "num_classes": 3}
     net = MnistCNN(**spec, lr=0.1, optimizer={"name": "sgd"}, scheduler={"name": "constant"}, total_steps=1)
@@ -295,8 +315,8 @@ def test_lightning_predicts_in_the_order_of_samples(processes: int, samples: int
     sides = splits(arrays(9), evaluated=images)
     found: list[Any] = []
     written: list[int] = []
-    for process in range(processes):
-        data = DataModule(sides, layout(processes), seed=0, num_workers=workers)
+    for process in range(world_size):
+        data = DataModule(sides, layout(world_size), seed=0, num_workers=workers)
         data.process = process
         writer = Indices()
         found += quiet_trainer(writer).predict(net, datamodule=data) or []
@@ -314,7 +334,7 @@ def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, **task)
     sides = splits(arrays(9), evaluated=arrays(300, size=12))
     beats: list[int] = []
-    monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
+    monkeypatch.setattr("lockstep.callbacks.watchdog.beat", beats.append)
     for callbacks in ((), (Heartbeat(),)):
         assert not beats
         found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))
@@ -388,8 +408,8 @@ def test_an_open_file_is_not_shared(tmp_path: Path, asked: tuple[str, ...]) -> N
 
 
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.14 prefers a server; to `die_with`, its children are orphans."""
+    """Python 3.14 prefers a server; to `set_parent_death_signal`, its children are orphans."""
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     multiprocessing.set_start_method("forkserver")
     data = module(splits(arrays(20)), layout(), workers=1)
-    assert [len(share.turns) for share in data.train_dataloader()] == [1, 1]
+    assert [len(step_batch.micro_batches) for step_batch in data.train_dataloader()] == [1, 1]

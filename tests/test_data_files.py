@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from small_data import config, one_line
 
-from lockstep.data import files as file_sets
-from lockstep.data import mnist, open_data
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading import open_data
+from project.data import files as file_sets
+from project.data import mnist
 
 
 def idx(values: np.ndarray) -> bytes:

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from conftest import ROOT, summary_of
 
-from lockstep import runs
 from lockstep.callbacks import preemption
-from lockstep.config import check
-from lockstep.library import compose
-from lockstep.workers.environment import environment_kept
-from lockstep.workers.signals import forwarding
+from lockstep.launch.environment import environment_kept
+from lockstep.launch.signals import forwarding
+from lockstep.run import supervisor as runs
+from lockstep.run.config import check
+from lockstep.run.library import compose
 
 SAVE = """
 import os, signal
-from lockstep import cli
+from lockstep.run import cli
 from train import train
 
 def job(raw, folder):
@@ -37,7 +37,7 @@ cli.command(job, "train")
 
 CTRL_C = """
 import atexit, os, signal
-from lockstep.interpreter import leave
+from lockstep.launch.interpreter import leave
 
 def handler():
     os.kill(os.getpid(), signal.SIGINT)
@@ -50,7 +50,7 @@ leave(0)
 LOADERS = """
 import multiprocessing
 from torch.utils.data import DataLoader
-from lockstep.family import end_children
+from lockstep.launch.processes import end_children
 
 batches = iter(DataLoader(range(100), num_workers=2))
 next(batches)
@@ -99,14 +99,14 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = [signal.SIGUSR1]
-    monkeypatch.setattr(preemption, "asked", asked)
-    monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: asked.append(signal.SIGTERM))
+    pending_signals: list[int] = [signal.SIGUSR1]
+    monkeypatch.setattr(preemption, "asked", pending_signals)
+    monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: pending_signals.append(signal.SIGTERM))
     epoch_loop = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=True))
     trainer: Any = SimpleNamespace(world_size=2, global_step=1, fit_loop=SimpleNamespace(epoch_loop=epoch_loop))
     module: Any = None
     preemption.Preemption(tmp_path).on_train_batch_end(trainer, module, None, None, 0)
-    assert asked == [signal.SIGTERM]
+    assert pending_signals == [signal.SIGTERM]
 
 
 def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""lockstep.exact: sums that neither the order of addends nor their distribution over processes can change."""
+"""Sums that neither the order of addends nor their distribution over processes can change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.exact import CHUNK, HEAD, ExactSum, alone
-from lockstep.layout import MOST_EXACT
+from lockstep.arithmetic.exact import CHUNK, HEAD, ExactSum, alone
+from lockstep.arithmetic.layout import MOST_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
 Addend = list[Tensor]

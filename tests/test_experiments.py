@@ -12,8 +12,8 @@ from conftest import ROOT, Program
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lockstep.checks import options
-from lockstep.config import Config, check
+from lockstep.run.checks import options
+from lockstep.run.config import Config, check
 
 EXPERIMENTS = options("experiment")
 DEBUGS = options("debug")
@@ -23,7 +23,7 @@ LAYOUT = ("accelerator=cpu", "strategy=ddp", "devices=2", "pieces=4", "threads=1
 @pytest.fixture
 def _without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that would emulate it."""
-    monkeypatch.setattr("lockstep.config.computes_bf16", lambda accelerator: False)
+    monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator: False)
 
 
 def composed(*overrides: str) -> Config:

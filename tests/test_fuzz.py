@@ -18,12 +18,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
 
-from lockstep import checkpoint_io, cli
-from lockstep.config import Config, check
-from lockstep.data import open_data
-from lockstep.data.files import read_idx
-from lockstep.data.folder import FolderDataset, image_folder
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import checkpoint_io
+from lockstep.loading import open_data
+from lockstep.run import cli
+from lockstep.run.config import Config, check
+from project.data.files import read_idx
+from project.data.image_folder import FolderDataset, image_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -178,7 +179,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**30, -(10**30)),
     *(0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
     *("", " ", "auto", "null", "1", "-1", "../up", "/", "a/b", "a\nb", "\0", "ü", "x" * 300),
-    *("os.system", "builtins.open", "lockstep.launch.launch", "lockstep.models.MnistCNN", "lockstep.."),
+    *("os.system", "builtins.open", "lockstep.launch.agent.launch", "project.models.MnistCNN", "lockstep.."),
     *([], [1], [[1]], ["a"], {}, {"a": 1}, {"_target_": "os.system"}, {"name": None}),
 )
 
@@ -201,7 +202,7 @@ def opened(raw: dict[str, Any]) -> Config:
     """As far as the parent of a run goes: what comes after happens in workers."""
     config = check(raw)
     large = any(isinstance(value, int | float) and value > 1000 for value in config.data.values())
-    if config.data.get("_target_") == "lockstep.data.synthetic" and not large:
+    if config.data.get("_target_") == "project.data.synthetic" and not large:
         open_data(config.data, config.data_dir, config.seed)
     return config
 
@@ -240,7 +241,7 @@ def test_layouts() -> None:
         if accepted(partial(check, base | asked)):
             layout = check(base | asked).layout
             results += 1
-            owned = [layout.owned(device) for device in range(layout.world)]
+            owned = [layout.owned(device) for device in range(layout.num_devices)]
             assert [part.start for part in owned] == [0, *(part.stop for part in owned[:-1])], asked
             assert owned[-1].stop == layout.pieces, asked
             # DataParallel's users expect a batch of any size

@@ -10,7 +10,7 @@ import torch
 from benchmarks import gpu
 from conftest import Program, Run
 
-from lockstep.machine import gpu_count
+from lockstep.launch.machine import gpu_count
 
 pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="there is no GPU")
 

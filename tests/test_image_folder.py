@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 from small_data import config, one_line
 
-from lockstep.data import image_folder, open_data
-from lockstep.data.datasets import fetch
-from lockstep.data.folder import FolderDataset, decode
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading import open_data
+from lockstep.loading.datasets import fetch
+from project.data import image_folder
+from project.data.image_folder import FolderDataset, decode
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:

@@ -1,4 +1,4 @@
-"""lockstep.launch where nobody trains: workers that end in odd ways."""
+"""lockstep.launch.agent where nobody trains: workers that end in odd ways."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep import heartbeat, logs
-from lockstep.config import check
-from lockstep.launch import WorkerFailed, launch
-from lockstep.layout import Refusal, resolve
-from lockstep.library import compose
-from lockstep.runs import run_in_workers
+from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.launch import logs, watchdog
+from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.supervisor import run_in_workers
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -66,7 +66,7 @@ def killed_when_done(seconds: float) -> str:
 
 def test_a_worker_that_is_killed_when_it_is_done_does_not_hang_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """multiprocessing's Event waits for ever for a waiter that was killed: seen in one of about ten of these."""
-    monkeypatch.setattr(heartbeat, "ORPHANED", 1.0)
+    monkeypatch.setattr(watchdog, "ORPHANED", 1.0)
     resource_tracker.ensure_running()  # a child of ours that is no worker, nor is this one
     with subprocess.Popen(["sleep", "600"]) as other:
         try:
@@ -106,20 +106,20 @@ def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: py
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     away = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
-    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(watchdog, "time", clock)
     try:
-        with heartbeat.watching(str(tmp_path), 1, timeout=2.0) as silent:
-            heartbeat.join(0)
-            heartbeat.beat(7)
-            assert heartbeat._beats is not None
-            heartbeat._beats[3] = worker.pid
+        with watchdog.watching(str(tmp_path), 1, timeout=2.0) as silent:
+            watchdog.join(0)
+            watchdog.beat(7)
+            assert watchdog._beats is not None
+            watchdog._beats[3] = worker.pid
             away = 1000.0
-            while heartbeat._beats[0] < time.time() + away / 2:  # until that was noticed
+            while watchdog._beats[0] < time.time() + away / 2:  # until that was noticed
                 time.sleep(0.01)
             assert worker.poll() is None
             assert worker.wait(timeout=60) == -signal.SIGKILL
         assert "silent for 2 s in step 8" in silent[worker.pid]
     finally:
-        heartbeat.leave()
+        watchdog.leave()
         worker.kill()
         worker.wait()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.layout import Layout, Refusal, resolve, split
+from lockstep.arithmetic.layout import Layout, Refusal, resolve, split
 
 counts = st.integers(1, 12)
 
@@ -21,7 +21,7 @@ def make(**options: Any) -> Layout:
 def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
     pieces += world
     layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
-    dealt = [pair for process in range(layout.processes) for turn in layout.turns(process) for pair in turn]
+    dealt = [pair for process in range(layout.world_size) for turn in layout.micro_batches(process) for pair in turn]
     assert sorted(piece for _, piece in dealt) == list(range(pieces))
     assert all(piece in layout.owned(device) for device, piece in dealt)
     loads = [len(layout.owned(device)) for device in range(world)]
@@ -32,7 +32,7 @@ def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) ->
 @given(world=counts, pieces=counts)
 def test_dp_idles_first_and_never_last(world: int, pieces: int) -> None:
     layout = make(strategy="dp", devices=world, pieces=world + pieces, batch_size=world + pieces)
-    turns = layout.turns(0)
+    turns = layout.micro_batches(0)
     assert len(turns[-1]) == world
     assert [len(turn) for turn in turns] == sorted(len(turn) for turn in turns)
 

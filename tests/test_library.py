@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, Program, summary_of
 
 import lockstep
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 
 COMPUTED = "import torch; a = torch.randn(600, 600); a @ a\n"  # a forked worker would hang in its first such operation
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "max_epochs=1", "logger=none")
@@ -45,7 +45,7 @@ def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     script.write_text(
         COMPUTED + "import json\n"
         "from lockstep import compose, train\n"
-        "from lockstep.layout import Refusal\n"
+        "from lockstep.arithmetic.layout import Refusal\n"
         f"summary = train(compose(*{TINY!r}, 'threads=1', 'accelerator=cpu', 'outputs=script'))\n"
         "print(json.dumps(summary))\n"
         "again = train(compose('resume=' + summary['folder'], 'max_epochs=2'))\n"

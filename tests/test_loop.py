@@ -18,15 +18,16 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.data import ArrayDataset, DataModule, Share, Spec, Splits
-from lockstep.data.augment import Augment
-from lockstep.gradients import ExactGradientSum, GradientSum
-from lockstep.layout import resolve
-from lockstep.loop import StepLoop
-from lockstep.nonfinite import NonFinite, Watch
-from lockstep.running_stats import RunningStats
-from lockstep.strategies import make_strategy
-from lockstep.strategies.single import SingleDevice
+from lockstep.arithmetic.layout import resolve
+from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
+from lockstep.loading.augment import Augment
+from lockstep.step.batch import StepBatch
+from lockstep.step.batch_norm import BatchNormStats
+from lockstep.step.finite import FiniteGradientCheck, NonFinite
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepLoop
+from lockstep.step.strategies import make_strategy
+from lockstep.step.strategies.single import SingleDevice
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -120,7 +121,11 @@ class Whole(DataModule):
     """Gives Lightning's own loop what ours gives to `training_step`: the step's only piece."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.finish(batch.turns[0]) if isinstance(batch, Share) else super().on_after_batch_transfer(batch, 0)
+        return (
+            self.finish(batch.micro_batches[0])
+            if isinstance(batch, StepBatch)
+            else super().on_after_batch_transfer(batch, 0)
+        )
 
 
 def fit(
@@ -155,7 +160,7 @@ def fit(
     )
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
-        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, Watch(policy, 1, later), seed=3)
+        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, FiniteGradientCheck(policy, 1, later), seed=3)
     trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
     return trainer, recorder.calls
 
@@ -331,8 +336,8 @@ def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
     fresh = Net(norm=True)
     layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=2)
     data = DataModule(splits(), layout, seed=3, num_workers=0)
-    share: Share = data.train_dataloader().dataset.__getitems__((0, 0, 2))  # type: ignore[attr-defined]
-    means = [fresh.net[1](data.finish(turn)[0].flatten(1)).mean(0) for turn in share.turns]
+    step_batch: StepBatch = data.train_dataloader().dataset.__getitems__((0, 0, 2))  # type: ignore[attr-defined]
+    means = [fresh.net[1](data.finish(micro_batch)[0].flatten(1)).mean(0) for micro_batch in step_batch.micro_batches]
     expected = 0.1 * torch.stack(means).mean(0)
     norm: Any = module.net[2]
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
@@ -355,13 +360,13 @@ def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
 def test_half_precisions_statistics_are_summed_in_float32() -> None:
     norm = nn.BatchNorm1d(1, dtype=torch.bfloat16)
     nn.init.constant_(norm.running_mean, 1.0)  # type: ignore[arg-type]
-    share = SimpleNamespace(pieces=512)
-    stats = RunningStats(norm, SingleDevice(torch.device("cpu")), processes=1)
-    stats.begin(share)
-    for _ in range(share.pieces):  # a sum in bfloat16 would end at 256
+    step_batch = SimpleNamespace(pieces=512)
+    stats = BatchNormStats(norm, SingleDevice(torch.device("cpu")), world_size=1)
+    stats.begin(step_batch)
+    for _ in range(step_batch.num_nonempty):  # a sum in bfloat16 would end at 256
         stats.before(None)
         stats.after(None)
-    stats.finish(share)
+    stats.finish(step_batch)
     assert norm.running_mean.dtype == torch.bfloat16  # type: ignore[union-attr]
     assert float(norm.running_mean) == 1.0  # type: ignore[arg-type]
 

@@ -16,16 +16,16 @@ from test_loop import Net, weights
 from torch.distributed._tools.mem_tracker import MemTracker
 from torchmetrics.classification import MulticlassAccuracy
 
-from lockstep import memory
-from lockstep.config import check
-from lockstep.data import ArrayDataset, DataModule, Spec, Splits
-from lockstep.data.augment import Augment
-from lockstep.gradients import ExactGradientSum, GradientSum
-from lockstep.layout import Refusal, resolve
-from lockstep.loop import StepLoop
-from lockstep.memory import LiveTensors, Memory
-from lockstep.nonfinite import Watch
-from lockstep.strategies import make_strategy
+from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
+from lockstep.loading.augment import Augment
+from lockstep.run.config import check
+from lockstep.step import memory
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepLoop
+from lockstep.step.memory import LiveTensors, Memory
+from lockstep.step.strategies import make_strategy
 
 # --- steps of one process ---
 
@@ -87,7 +87,7 @@ def fit(
         max_steps=steps,
     )
     gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
-    loop = StepLoop(trainer, gradients, Watch("stop", 1), 3, Memory(1, budget, repeats))
+    loop = StepLoop(trainer, gradients, FiniteGradientCheck("stop", 1), 3, Memory(1, budget, repeats))
     trainer.fit_loop.epoch_loop = loop
     trainer.fit(module, datamodule=DataModule(images(), layout, seed=3, num_workers=0))
     return trainer
@@ -235,7 +235,7 @@ def test_a_budget_finds_a_divisor_and_the_weights_stay(free: Run, tmp_path: Path
 
 MODULE = """
 import torch
-from lockstep.models import MnistCNN
+from project.models import MnistCNN
 
 
 class Late(MnistCNN):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_confusion_matrix
 
-from lockstep.models.metrics import Evaluation, ExactMean
+from lockstep.step.metrics import Evaluation, ExactMean
 
 Chunk = tuple[Tensor, Tensor, Tensor]  # losses, logits, labels
 

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from small_models import fast_cnn, mnist_cnn, resnet18, task
 from torch import nn
 
-import lockstep.models
-from lockstep.building import make_module
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.layout import Refusal
-from lockstep.library import compose
+import project.models
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading import open_data
+from lockstep.run.build import make_module
+from lockstep.run.config import check
+from lockstep.run.library import compose
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -150,7 +150,7 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
 def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
     asked = []
-    monkeypatch.setattr("lockstep.models.resnet18._load_pretrained", lambda net: asked.append("downloaded"))
+    monkeypatch.setattr("project.models.resnet18._load_pretrained", lambda net: asked.append("downloaded"))
     options = ("data=synthetic", "data.samples=20", "data.channels=3", "model=resnet18", "model.pretrained=true")
     config = check(dict(compose(*options)))
     splits = open_data(config.data, config.data_dir)
@@ -158,7 +158,7 @@ def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(mon
         make_module(brings, splits)
         assert asked == []
     make_module(config, splits)  # the control
-    monkeypatch.setattr(lockstep.models.ResNet18, "strict_loading", False)
+    monkeypatch.setattr(project.models.ResNet18, "strict_loading", False)
     make_module(replace(config, resume="last.ckpt"), splits)  # whose checkpoint may lack weights
     assert asked == ["downloaded"] * 2
 
@@ -167,7 +167,7 @@ def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(mon
 def test_configs_build(name: str) -> None:
     options = plain_option("model", name)
     assert options.pop("name") == name
-    build = getattr(lockstep.models, options.pop("_target_").removeprefix("lockstep.models."))
+    build = getattr(project.models, options.pop("_target_").removeprefix("project.models."))
     for optimizer in ("sgd", "adamw"):
         for scheduler in ("constant", "cosine", "onecycle"):
             choices = {

@@ -25,12 +25,12 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from lockstep import resume
-from lockstep.checks import ROOT
-from lockstep.cli import register_resolvers
-from lockstep.layout import Refusal
-from lockstep.library import compose
-from lockstep.resume import differences, overrides
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run import resume
+from lockstep.run.checks import ROOT
+from lockstep.run.cli import register_resolvers
+from lockstep.run.library import compose
+from lockstep.run.resume import differences, overrides
 from lockstep.sweeps.grid import arguments
 from lockstep.sweeps.jobs import Job, prepare
 
@@ -173,7 +173,7 @@ def test_an_epoch_that_max_steps_ended_or_cut_short(
 CUT = """
 import os, signal, sys
 sys.path.insert(0, "src")
-from lockstep import cli
+from lockstep.run import cli
 from lockstep.callbacks import Checkpoint
 from train import train
 

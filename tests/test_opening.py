@@ -11,15 +11,15 @@ import pytest
 import torch
 from small_data import CONF, arrays, config, one_line
 
-from lockstep.checkpoint_io import AtomicCheckpointIO, load
-from lockstep.config import check
-from lockstep.data import Source, Spec, open_data
-from lockstep.data.datasets import fingerprint
-from lockstep.data.embedded import enlarge, synthetic
-from lockstep.data.opening import hold_out
-from lockstep.evaluation import evaluate
-from lockstep.layout import Refusal
-from lockstep.library import compose
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, load
+from lockstep.loading import Source, Spec, open_data
+from lockstep.loading.datasets import fingerprint
+from lockstep.loading.opening import hold_out
+from lockstep.run.config import check
+from lockstep.run.evaluation import evaluate
+from lockstep.run.library import compose
+from project.data.digits import enlarge, synthetic
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -62,7 +62,7 @@ def test_held_out_samples_are_those_of_smallest_hash() -> None:
 
 def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
-    monkeypatch.setattr("lockstep.data.opening.build", lambda *args, **offers: source)
+    monkeypatch.setattr("lockstep.loading.opening.build", lambda *args, **offers: source)
     found = open_data({"_target_": "mine.stripes"}, "nowhere")
     assert (len(found.train), len(found.val), found.test) == (18, 2, None)
     with pytest.raises(Refusal, match="data=digits: its Source has no test set"):
@@ -105,4 +105,4 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], words: str) ->
 def test_every_config_names_itself_and_its_opener(name: str) -> None:
     found = config(name)
     assert found["name"] == name
-    assert found["_target_"] == f"lockstep.data.{name}"
+    assert found["_target_"] == f"project.data.{name}"

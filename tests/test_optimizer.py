@@ -13,9 +13,9 @@ from conftest import Program, Run, apart
 from small_models import mnist_cnn, resnet18
 from torch import nn
 
-from lockstep.layout import Refusal
-from lockstep.models.optimizer import build_optimizer
-from lockstep.models.schedule import lr_factor
+from lockstep.arithmetic.layout import Refusal
+from project.models.optimizer import build_optimizer
+from project.models.schedule import lr_factor
 
 
 def test_biases_and_norms_do_not_decay() -> None:

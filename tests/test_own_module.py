@@ -20,16 +20,16 @@ from conftest import ROOT, Program, Run, summary_of
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep import cli, targets
-from lockstep.building import make_loggers, make_module
-from lockstep.config import check
-from lockstep.data import Splits, open_data
-from lockstep.layout import Refusal
-from lockstep.library import compose
-from lockstep.models import ImageClassifier
-from lockstep.plan import Plan
-from lockstep.resume import key
-from lockstep.targets import build
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import DataOrder
+from lockstep.loading import Splits, open_data
+from lockstep.run import cli, targets
+from lockstep.run.build import make_loggers, make_module
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.resume import key
+from lockstep.run.targets import build
+from project.models import ImageClassifier
 
 MODULE = """
 import lightning.pytorch as pl
@@ -109,14 +109,14 @@ def by_hand(splits: Splits, seed: int = 0) -> torch.Tensor:
     first, last = torch.nn.Linear(12 * 12, 16), torch.nn.Linear(16, 3)
     net = torch.nn.Sequential(torch.nn.Flatten(), first, torch.nn.ReLU(), last).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    plan = Plan(len(splits.train), 24, 1, seed)
+    order = DataOrder(len(splits.train), 24, 1, seed)
     samples = [splits.train[index] for index in range(len(splits.train))]
     images = torch.stack([image for image, _ in samples]).double()
     x = (images / 255 - splits.spec.mean[0]) / splits.spec.std[0]
     y = torch.stack([label for _, label in samples])
     for epoch in range(2):
-        for index in range(plan.steps_per_epoch):
-            ids = torch.from_numpy(plan.step(epoch, index))
+        for index in range(order.steps_per_epoch):
+            ids = torch.from_numpy(order.step(epoch, index))
             optimizer.zero_grad()
             F.cross_entropy(net(x[ids]), y[ids]).backward()
             optimizer.step()
@@ -127,7 +127,7 @@ def by_hand(splits: Splits, seed: int = 0) -> torch.Tensor:
 def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: Path) -> None:
     train = Program(tmp_path / "outputs", str(project / "src" / "train.py"))
     run = train(*TASK, "lr=0.1", "strategy=ddp,dp", "devices=1,2,4", "-m", cwd=project)
-    splits = open_data({"_target_": "lockstep.data.synthetic", **DATA}, "data")
+    splits = open_data({"_target_": "project.data.synthetic", **DATA}, "data")
     expected = by_hand(splits)
     found = [summary_of(folder) for folder in run.jobs]
     for folder in run.jobs:
@@ -219,8 +219,8 @@ HEAD = """import collections
 import os
 import time
 from torchvision.ops import FrozenBatchNorm2d
-from lockstep.layout import Refusal
-from lockstep.models import MnistCNN
+from lockstep.arithmetic.layout import Refusal
+from project.models import MnistCNN
 ERRORS = {"ValueError": ValueError, "Refusal": Refusal}
 """
 VARIANTS = (
@@ -283,11 +283,11 @@ class Sometimes(LitDigits):
     def __init__(self, hidden: int = 16, lr: float = 0.1):
         super().__init__(hidden, lr)
         self.head = nn.Linear(3, 3)
-        self.turns = 0
+        self.micro_batches = 0
 
     def forward(self, x):
-        self.turns += self.training
-        return self.head(self.net(x)) if self.turns % 2 else self.net(x)
+        self.micro_batches += self.training
+        return self.head(self.net(x)) if self.micro_batches % 2 else self.net(x)
 
 
 class Rarely(LitDigits):
@@ -1016,7 +1016,7 @@ CLASSIFIERS = """
 import torch
 from torch import nn
 
-from lockstep.models import ImageClassifier
+from project.models import ImageClassifier
 
 
 class Own(ImageClassifier):
@@ -1065,7 +1065,7 @@ def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, *over
     monkeypatch.syspath_prepend(tmp_path / "src")
     monkeypatch.delitem(sys.modules, "classifiers", raising=False)
     raw = dict(compose("callbacks=none", "logger=none", *overrides))
-    splits = open_data({"_target_": "lockstep.data.synthetic", **DATA}, "data")
+    splits = open_data({"_target_": "project.data.synthetic", **DATA}, "data")
     monkeypatch.setattr(targets, "ROOT", tmp_path)
     model = {"_target_": f"classifiers.{name}"}
     return make_module(check({**raw, "model": model, "data": {}}, given=map(key, overrides)), splits)

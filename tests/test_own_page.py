@@ -16,10 +16,10 @@ from conftest import ROOT, Program, summary_of
 from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 
-from lockstep.building import make_loggers
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.library import compose
+from lockstep.loading import open_data
+from lockstep.run.build import make_loggers
+from lockstep.run.config import check
+from lockstep.run.library import compose
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
     folder = followed[4]
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    splits = open_data({"_target_": "lockstep.data.digits", "val_fraction": 0.1}, "data")
+    splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
     x = (images.flatten(1) / 255 - splits.spec.mean[0]) / splits.spec.std[0]
     found = (x @ state["net.1.weight"].T + state["net.1.bias"]).argmax(1)

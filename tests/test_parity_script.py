@@ -14,10 +14,10 @@ from parity import layouts, trials
 from trials.trial import Trial, prepare, run
 from trials.verdicts import MARGIN, Distances, allowed, apart
 
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.launch import has_computed
-from lockstep.library import compose
+from lockstep.launch.agent import has_computed
+from lockstep.loading import open_data
+from lockstep.run.config import check
+from lockstep.run.library import compose
 
 TINY = (
     "data=synthetic",

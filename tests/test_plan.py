@@ -4,77 +4,77 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.layout import resolve
-from lockstep.plan import Plan, chunks, cuts, mix, piece_seed, uniform
+from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.order import DataOrder, chunks, cuts, hash64, piece_seed, uniform
 
 sizes = st.integers(1, 200)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> DataOrder:
     pieces = draw(st.integers(1, 9))
-    return Plan(draw(sizes), pieces * draw(st.integers(1, 12)), pieces, draw(st.integers(0, 2**63)))
+    return DataOrder(draw(sizes), pieces * draw(st.integers(1, 12)), pieces, draw(st.integers(0, 2**63)))
 
 
 @given(plans(), st.integers(0, 5))
-def test_an_epoch_holds_every_sample_once_in_disjoint_pieces(plan: Plan, epoch: int) -> None:
+def test_an_epoch_holds_every_sample_once_in_disjoint_pieces(order: DataOrder, epoch: int) -> None:
     seen: list[int] = []
-    for index in range(plan.steps_per_epoch):
-        step = plan.step(epoch, index)
-        pieces = [plan.piece(epoch, index, piece) for piece in range(plan.pieces)]
+    for index in range(order.steps_per_epoch):
+        step = order.step(epoch, index)
+        pieces = [order.piece(epoch, index, piece) for piece in range(order.pieces)]
         assert np.array_equal(np.concatenate(pieces), step)
         lengths = [len(piece) for piece in pieces]
         assert max(lengths) - min(lengths) <= 1
-        if len(step) == plan.batch_size:
-            assert set(lengths) == {plan.batch_size // plan.pieces}
+        if len(step) == order.batch_size:
+            assert set(lengths) == {order.batch_size // order.pieces}
         seen += step.tolist()
-    assert sorted(seen) == list(range(plan.samples))
+    assert sorted(seen) == list(range(order.samples))
 
 
 @given(plans(), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["ddp", "dp"]))
-def test_a_piece_holds_the_same_samples_on_every_layout(plan: Plan, few: int, many: int, strategy: str) -> None:
+def test_a_piece_holds_the_same_samples_on_every_layout(order: DataOrder, few: int, many: int, strategy: str) -> None:
     dealt = []
     for world in (few, many):
-        if world > plan.pieces:
-            world = plan.pieces
+        if world > order.pieces:
+            world = order.pieces
         layout = resolve(
             strategy=strategy,
             accelerator="cpu",
             devices=world,
             num_nodes=1,
-            batch_size=plan.batch_size,
-            pieces=plan.pieces,
+            batch_size=order.batch_size,
+            pieces=order.pieces,
         )
         found = {
-            piece: plan.piece(1, 0, piece).tolist()
-            for process in range(layout.processes)
-            for turn in layout.turns(process)
-            for _, piece in turn
+            piece: order.piece(1, 0, piece).tolist()
+            for process in range(layout.world_size)
+            for micro_batch in layout.micro_batches(process)
+            for _, piece in micro_batch
         }
         dealt.append(found)
     assert dealt[0] == dealt[1]
-    assert len(dealt[0]) == plan.pieces
+    assert len(dealt[0]) == order.pieces
 
 
 @given(plans(), st.integers(0, 400))
-def test_the_position_follows_from_the_steps_taken(plan: Plan, step: int) -> None:
-    epoch, index = plan.position(step)
-    assert epoch * plan.steps_per_epoch + index == step
-    assert 0 <= index < plan.steps_per_epoch
-    again = Plan(plan.samples, plan.batch_size, plan.pieces, plan.seed)
-    assert np.array_equal(again.step(epoch, index), plan.step(epoch, index))
+def test_the_position_follows_from_the_steps_taken(order: DataOrder, step: int) -> None:
+    epoch, index = order.position(step)
+    assert epoch * order.steps_per_epoch + index == step
+    assert 0 <= index < order.steps_per_epoch
+    again = DataOrder(order.samples, order.batch_size, order.pieces, order.seed)
+    assert np.array_equal(again.step(epoch, index), order.step(epoch, index))
 
 
 def test_seed_and_epoch_change_the_order_and_pieces_do_not() -> None:
-    order = Plan(1000, 10, 1, 0).order(0)
-    assert np.array_equal(order, Plan(1000, 100, 5, 0).order(0))
-    assert not np.array_equal(order, Plan(1000, 10, 1, 0).order(1))
-    assert not np.array_equal(order, Plan(1000, 10, 1, 1).order(0))
+    order = DataOrder(1000, 10, 1, 0).permutation(0)
+    assert np.array_equal(order, DataOrder(1000, 100, 5, 0).permutation(0))
+    assert not np.array_equal(order, DataOrder(1000, 10, 1, 0).permutation(1))
+    assert not np.array_equal(order, DataOrder(1000, 10, 1, 1).permutation(0))
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
-    assert Plan(10, 2, 1, 0).order(0).tolist() == GOLDEN
-    assert int(mix(1, 2, 3)) == GOLDEN_HASH
+    assert DataOrder(10, 2, 1, 0).permutation(0).tolist() == GOLDEN
+    assert int(hash64(1, 2, 3)) == GOLDEN_HASH
 
 
 GOLDEN = [8, 9, 4, 3, 0, 6, 5, 1, 2, 7]
@@ -82,7 +82,7 @@ GOLDEN_HASH = 6224725266317119511
 
 
 def test_hashes_look_uniform() -> None:
-    draws = uniform(mix(7, np.arange(100_000)))
+    draws = uniform(hash64(7, np.arange(100_000)))
     counts, _ = np.histogram(draws, bins=20, range=(0, 1))
     assert draws.min() >= 0
     assert draws.max() < 1

@@ -20,10 +20,11 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import evaluate
-from lockstep import checkpoint_io
-from lockstep.data import ImageFiles, Spec
-from lockstep.layout import Refusal
-from lockstep.models import MnistCNN
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import checkpoint_io
+from lockstep.loading import Spec
+from project.data import ImageFiles
+from project.models import MnistCNN
 
 SIZE = 12
 CLASSES = ("blue ones", "red ones")

@@ -13,10 +13,11 @@ import torch
 from small_data import arrays, layout, module, splits
 from torch.utils.data import Subset
 
-from lockstep.data import ArrayDataset, DataModule, Share, Splits
-from lockstep.data.augment import Augment
-from lockstep.data.resident import PART, Resident, base, place
-from lockstep.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.loading import ArrayDataset, DataModule, Splits
+from lockstep.loading.augment import Augment
+from lockstep.loading.resident import PART, Resident, base, place
+from lockstep.step.batch import StepBatch
 
 CPU = torch.device("cpu")
 PLENTY = 1e9
@@ -54,17 +55,19 @@ def data(on: Layout, put: bool, process: int = 0) -> DataModule:
 
 def seen(made: DataModule) -> list[torch.Tensor]:
     """All that training, a recut step, validation and test get to see."""
-    shares: list[Share] = [*made.train_dataloader()]
+    shares: list[StepBatch] = [*made.train_dataloader()]
     shares.append(made.recut(shares[0], 2 * made.layout.pieces))
-    trained = [part for share in shares for turn in share.turns for part in made.finish(turn)]
+    trained = [
+        part for step_batch in shares for micro_batch in step_batch.micro_batches for part in made.finish(micro_batch)
+    ]
     evaluated = [*made.val_dataloader(), *made.test_dataloader()]
     return trained + [part for batch in evaluated for part in made.on_after_batch_transfer(batch, 0)]
 
 
 @pytest.mark.parametrize(("strategy", "devices", "processes"), [("ddp", 1, 1), ("ddp", 3, 3), ("dp", 3, 1)])
-def test_the_batches_are_the_same(strategy: str, devices: int, processes: int) -> None:
+def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) -> None:
     on = layout(devices, 12, 6, strategy)
-    for process in range(processes):
+    for process in range(world_size):
         there, here = seen(data(on, True, process)), seen(data(on, False, process))
         assert len(there) == len(here) > 8
         assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))

@@ -18,7 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 from lockstep.sweeps.search import check_fixed, distribution, search
 from lockstep.sweeps.study import Study
 

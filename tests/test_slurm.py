@@ -12,7 +12,7 @@ import pytest
 from conftest import Program, Run, free_port, summary_of, wait_for
 from omegaconf import OmegaConf
 
-from lockstep import resume
+from lockstep.run import resume
 
 JOB = (
     "data=synthetic",

@@ -16,20 +16,20 @@ import pytest
 from conftest import ROOT, Program, wait_for, workers_of
 from PIL import Image
 
-from lockstep import interpreter
-from lockstep.data import image_folder
+from lockstep.launch import interpreter
+from project.data import image_folder
 
 # train.py, whose run is framed by `before` (in the command's process) and `after` (in its worker).
 COMMAND = """
 import atexit, gc, sys
-from lockstep import cli
+from lockstep.run import cli
 from train import train
 
 def after():
     AFTER
 
 def job(raw, folder):
-    import lockstep.training as training
+    import lockstep.run.training as training
     fit = training.train
     def work(*args):
         result = fit(*args)
@@ -64,7 +64,7 @@ def command(folder: Path, *overrides: str, before: str = "pass", after: str = "p
 def test_a_run_imports_nothing_that_it_does_not_need(tmp_path: Path, recipe: tuple[str, ...]) -> None:
     printed = command(tmp_path, *recipe, after='print("\\nIMPORTED", *sys.modules, flush=True)')
     imported = set(next(line for line in printed.splitlines() if line.startswith("IMPORTED")).split())
-    assert {"torch", "lightning", "torchmetrics", "lockstep.training"} <= imported  # the control
+    assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
     needless = {"scipy.signal._signaltools", "scipy.stats", "sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
     assert not imported & needless
 
@@ -87,7 +87,7 @@ def test_leaving_loses_nothing(tmp_path: Path) -> None:
     program = f"""
         import atexit, logging, logging.handlers, sys, threading, time
         from concurrent.futures import ThreadPoolExecutor
-        from lockstep.interpreter import leave
+        from lockstep.launch.interpreter import leave
         kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
         kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
         atexit.register(print, "handled")

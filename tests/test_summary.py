@@ -13,10 +13,10 @@ import pytest
 import torch
 from plain import PATHS
 
-from lockstep import provenance, summary
-from lockstep.config import Config, check
-from lockstep.library import compose
-from lockstep.summary import git_info, versions, weights_sha256, write_summary
+from lockstep.run import provenance, summary
+from lockstep.run.config import Config, check
+from lockstep.run.library import compose
+from lockstep.run.summary import git_info, versions, weights_sha256, write_summary
 
 
 def test_the_digest_of_weights_sees_bits_and_names_only() -> None:
@@ -80,7 +80,8 @@ def test_versions_and_git(tmp_path: Path) -> None:
 
 def test_the_summary_needs_no_torch() -> None:
     program = (
-        "import sys; sys.path[:0] = sys.argv[1].split(':'); import lockstep.summary; assert 'torch' not in sys.modules"
+        "import sys; sys.path[:0] = sys.argv[1].split(':'); import lockstep.run.summary\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, PATHS], check=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 from lockstep.sweeps import options
 from lockstep.sweeps.grid import arguments
 from lockstep.sweeps.jobs import Job, Slot, slots
@@ -111,7 +111,7 @@ def test_jobs_side_by_side(run_train: Program) -> None:
 WITHOUT_SUMMARY = """
 import sys
 sys.path.insert(0, "src")
-from lockstep import cli
+from lockstep.run import cli
 
 def job(raw, folder):
     witness = folder.parent / "witness"

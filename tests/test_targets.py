@@ -20,11 +20,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep import checkpoint_io, targets
-from lockstep.config import check
-from lockstep.evaluation import config_of
-from lockstep.layout import Refusal
-from lockstep.targets import build
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import checkpoint_io
+from lockstep.run import targets
+from lockstep.run.config import check
+from lockstep.run.evaluation import config_of
+from lockstep.run.targets import build
 
 STANDARD = (
     *("builtins", "code", "codecs", "ctypes", "functools", "importlib", "io", "multiprocessing", "operator", "os"),
@@ -35,9 +36,9 @@ TORCH = (
     *("torch.utils.cpp_extension", "torch.utils.data", "torch.distributed", "torch.multiprocessing", "torch.package"),
 )
 ALLOWED = {
-    "model": {f"lockstep.models.{name}" for name in ("MnistCNN", "FastCNN", "ResNet18")},
+    "model": {f"project.models.{name}" for name in ("MnistCNN", "FastCNN", "ResNet18")},
     "data": {
-        f"lockstep.data.{name}" for name in ("cifar10", "digits", "fashion_mnist", "image_folder", "mnist", "synthetic")
+        f"project.data.{name}" for name in ("cifar10", "digits", "fashion_mnist", "image_folder", "mnist", "synthetic")
     },
 }
 
@@ -105,9 +106,9 @@ def test_what_the_local_config_names_is_taken() -> None:
     raw = composed("evaluate", "checkpoint=last.ckpt")
     trained = composed("train", "model=resnet18", "data=synthetic")
     assert config_of(Path("last.ckpt"), {"config": trained}, raw).model == trained["model"]
-    other = put(trained, "model._target_", "lockstep.data.synthetic")
+    other = put(trained, "model._target_", "project.data.synthetic")
     with pytest.raises(
-        Refusal, match=r"its model._target_ is lockstep.data.synthetic, which no file of conf/model names"
+        Refusal, match=r"its model._target_ is project.data.synthetic, which no file of conf/model names"
     ):
         config_of(Path("last.ckpt"), {"config": other}, raw)
     own = put(trained, "model._target_", "torch.nn.Linear")
@@ -134,9 +135,9 @@ def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says:
 @pytest.mark.parametrize(
     ("group", "evil"),
     [
-        ("data", {"_target_": "lockstep.atomic.same_file", "source": "source", "path": "sentinel"}),
+        ("data", {"_target_": "lockstep.launch.atomic.same_file", "source": "source", "path": "sentinel"}),
         ("data", {"_target_": "os.unlink", "path": "sentinel"}),
-        ("model", {"_target_": "lockstep.models.MnistCNN", "dropout": {"_target_": "os.unlink", "path": "sentinel"}}),
+        ("model", {"_target_": "project.models.MnistCNN", "dropout": {"_target_": "os.unlink", "path": "sentinel"}}),
     ],
     ids=["ours", "the system's", "nested"],
 )
@@ -163,7 +164,7 @@ def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dic
 FILES = {
     "model/bought": """
 name: bought
-_target_: lockstep.models.ImageClassifier
+_target_: project.models.ImageClassifier
 label_smoothing: 0.1
 net:
   _target_: torchvision.models.shufflenet_v2_x0_5
@@ -209,7 +210,7 @@ def test_the_users_config_names_what_is_installed_by_yaml_alone(tmp_path: Path) 
     assert summary_of(folder)["metrics"]["test/correct"] == trained["metrics"]["test/correct"], str(tested)
     without = evaluate("checkpoint=last", ok=False)
     assert without.returncode == 2, str(without)
-    assert "its model._target_ is lockstep.models.ImageClassifier, which no file of conf/model" in without.stderr
+    assert "its model._target_ is project.models.ImageClassifier, which no file of conf/model" in without.stderr
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_what_cannot_be_built_is_refused(config: dict[str, Any], says: str) -> N
 
 
 def test_an_optimizer_without_decay_takes_no_weight_decay() -> None:
-    from lockstep.models.optimizer import build_optimizer
+    from project.models.optimizer import build_optimizer
 
     net, rprop = torch.nn.Linear(1, 1), "torch.optim.Rprop"
     assert isinstance(build_optimizer(net, 0.1, _target_=rprop), torch.optim.Rprop)

@@ -1,4 +1,4 @@
-"""What Throughput measures, and when."""
+"""What Meter measures, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from plain import SIZE, STEPS, Clock, Counting, FakeShare, Loader, Plain, loaders, trainer_with
 from torch import Tensor
 
-from lockstep.callbacks import Checkpoint, Throughput, split, throughput
+from lockstep.callbacks import Checkpoint, Meter, split, throughput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_throughput_counts_steps_samples_and_waiting(tmp_path: Path, clock: Clock) -> None:
-    meter = Throughput(log_every=3)
+    meter = Meter(log_every=3)
     clock.sleep(2)  # until training begins
     trainer_with(tmp_path, meter).fit(Plain(), Loader(seconds=0.02))
     assert (meter.steps, meter.samples_seen) == (STEPS, STEPS * SIZE)
@@ -41,7 +41,7 @@ def test_validation_is_not_training_time(tmp_path: Path, clock: Clock) -> None:
         def on_validation_epoch_start(self) -> None:
             clock.sleep(0.5)
 
-    meter = Throughput()
+    meter = Meter()
     trainer_with(tmp_path, meter, epochs=2).fit(Careful(), Loader(seconds=0.02), Loader(1))
     assert meter.samples_per_second == pytest.approx(SIZE / 0.02)
     assert meter.seconds == pytest.approx(2 * (STEPS * 0.02 + 0.5))
@@ -61,7 +61,7 @@ def test_a_step_is_taken_apart(tmp_path: Path, clock: Clock) -> None:
             clock.sleep(0.01)
 
     steps = Steps()
-    trainer_with(tmp_path, Throughput(log_every=4), steps).fit(Slow(), Loader(seconds=0.02))
+    trainer_with(tmp_path, Meter(log_every=4), steps).fit(Slow(), Loader(seconds=0.02))
     assert list(steps.seen) == [1, 4, 6]
     for seen in steps.seen.values():
         parts = {tag.removeprefix("split/"): value for tag, value in seen.items() if tag.startswith("split/")}
@@ -70,7 +70,7 @@ def test_a_step_is_taken_apart(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_speed_is_that_of_training_whatever_is_loaded_to_be_tested(tmp_path: Path) -> None:
-    meter = Throughput()
+    meter = Meter()
     trainer = trainer_with(tmp_path, meter, Checkpoint(), epochs=3)  # the best is that of the second epoch
     trainer.fit(Plain(), **loaders())
     before = meter.samples_per_second
@@ -86,14 +86,14 @@ class Steps(pl.Callback):
         self.seen: dict[int, dict[str, float]] = {}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        meter = next(callback for callback in trainer.callbacks if isinstance(callback, Throughput))  # type: ignore[attr-defined]
+        meter = next(callback for callback in trainer.callbacks if isinstance(callback, Meter))  # type: ignore[attr-defined]
         if meter.fresh:
             self.seen[trainer.global_step] = dict(meter.latest)
 
 
 def test_measured_means_are_over_the_samples_since_the_measurement_before(tmp_path: Path) -> None:
     steps = Steps()
-    trainer_with(tmp_path, Throughput(log_every=4), steps, epochs=2).fit(Counting(), **loaders())
+    trainer_with(tmp_path, Meter(log_every=4), steps, epochs=2).fit(Counting(), **loaders())
     assert list(steps.seen) == [1, 4, 6, 8, 12]  # the first, every four, and an epoch's last
     assert [seen["train/loss"] for seen in steps.seen.values()] == [1.0, 3.0, 5.5, 7.5, 10.5]
     assert {seen["train/acc"] for seen in steps.seen.values()} == {0.25}
@@ -108,7 +108,7 @@ def test_a_module_without_sums_shows_its_loss(tmp_path: Path) -> None:
             losses.append(loss.item())
             return loss
 
-    meter = Throughput(log_every=STEPS)
+    meter = Meter(log_every=STEPS)
     trainer_with(tmp_path, meter).fit(Watched(), **loaders())
     assert meter.latest["train/loss"] == pytest.approx(sum(losses[1:]) / (STEPS - 1))
     assert "train/acc" not in meter.latest
@@ -116,13 +116,13 @@ def test_a_module_without_sums_shows_its_loss(tmp_path: Path) -> None:
 
 def test_slow_steps_are_measured_sooner(tmp_path: Path) -> None:
     steps = Steps()
-    trainer_with(tmp_path, Throughput(log_every=1000, log_seconds=0.0), steps).fit(Plain(), **loaders())
+    trainer_with(tmp_path, Meter(log_every=1000, log_seconds=0.0), steps).fit(Plain(), **loaders())
     assert list(steps.seen) == [1, 2, 3, 4, 5, 6]
 
 
 def test_samples_seen_go_on_after_a_resume(tmp_path: Path) -> None:
-    trainer_with(tmp_path, Throughput(), Checkpoint()).fit(Plain(), **loaders())
-    meter = Throughput()
+    trainer_with(tmp_path, Meter(), Checkpoint()).fit(Plain(), **loaders())
+    meter = Meter()
     last = str(tmp_path / "checkpoints" / "last.ckpt")
     trainer_with(tmp_path, meter, Checkpoint(), epochs=2).fit(Plain(), **loaders(), ckpt_path=last)
     assert (meter.steps, meter.samples_seen) == (STEPS, 2 * STEPS * SIZE)

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from time_to_accuracy import FILES, measure
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 
 
 def race(*arguments: str) -> subprocess.CompletedProcess[str]:

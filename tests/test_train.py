@@ -13,12 +13,12 @@ import pytest
 import torch
 from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
 
-from lockstep import runs
-from lockstep.config import check
-from lockstep.data import open_data
-from lockstep.library import compose
-from lockstep.training import _resumption, train
-from lockstep.workers.group import agree
+from lockstep.launch.group import agree
+from lockstep.loading import open_data
+from lockstep.run import supervisor as runs
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.training import _resumption, train
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -93,11 +93,11 @@ def test_rank_zero_speaks_alone(ddp: Run) -> None:
 def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    splits = open_data({"_target_": "lockstep.data.synthetic", "samples": 90}, "data")
+    splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
     monkeypatch.setattr(runs, "_launch", lambda *launched: None)
     for has_bf16 in (True, False):
         monkeypatch.setattr(runs, "computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
-        monkeypatch.setattr("lockstep.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
         found = {asked: check(dict(compose(f"precision={asked}"))) for asked in ("auto", "32-true", "bf16-mixed")}
         for config in found.values():
             runs.run_in_workers(train, config, splits, tmp_path)

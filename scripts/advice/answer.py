@@ -8,8 +8,8 @@ from advice.prediction import Choice, Machine
 from rich import box
 from rich.table import Table
 
-from lockstep.config import Config
-from lockstep.memory import MIB
+from lockstep.run.config import Config
+from lockstep.step.memory import MIB
 
 
 def table(choices: list[Choice], config: Config) -> Table:

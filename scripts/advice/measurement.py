@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lockstep import fast, logs
-from lockstep.building import compile_module, make_module, make_trainer
-from lockstep.config import Config
-from lockstep.data import DataModule, Splits
-from lockstep.gradients import GradientSum
-from lockstep.layout import Refusal
-from lockstep.loop import StepLoop
-from lockstep.memory import MIB, Memory
-from lockstep.nonfinite import Watch
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch import logs
+from lockstep.loading import DataModule, Splits
+from lockstep.run import fast
+from lockstep.run.build import compile_module, make_module, make_trainer
+from lockstep.run.config import Config
+from lockstep.step.finite import FiniteGradientCheck
+from lockstep.step.gradients import GradientSum
+from lockstep.step.loop import StepLoop
+from lockstep.step.memory import MIB, Memory
 
 SIZES = [1 << bits for bits in range(10, 27, 2)]  # bytes that are all-reduced
 WARMUP = 3  # steps
@@ -35,12 +36,12 @@ class Silent(GradientSum):
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, 1)
 
-    def turn(self, number: int, share: Any) -> AbstractContextManager[Any]:
+    def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
         return self.strategy.no_sync()
 
 
 def compute(
-    config: Config, splits: Splits, folder: Path, turns: list[int], seconds: float
+    config: Config, splits: Splits, folder: Path, micro_batches: list[int], seconds: float
 ) -> tuple[dict[int, float], dict[int, float], list[tuple[int, float]], int]:
     """Seconds of a step by number of turns, peak MiB by samples of a piece, `(bytes, seconds)` of all-reduces, and the
     bytes of a gradient. All workers compute at once; the slowest one counts, as it does in a step."""
@@ -48,11 +49,11 @@ def compute(
     first: dict[int, float] = {}
     took: dict[int, list[float]] = {}
     peaks: dict[int, float] = {}
-    for turn in range(1 + ROUNDS):
-        for accumulate in turns if turn == 0 else first:
+    for micro_batch in range(1 + ROUNDS):
+        for accumulate in micro_batches if micro_batch == 0 else first:
             pieces = config.layout.devices * accumulate
             asked = replace(config, layout=replace(config.layout, pieces=pieces))
-            if turn:
+            if micro_batch:
                 count = steps(first[accumulate], seconds / ROUNDS)
                 took[accumulate] = took.get(accumulate, []) + block(asked, splits, folder, count)
                 continue
@@ -104,7 +105,7 @@ def block(
     trainer.loggers = [DummyLogger()]  # for a module that draws by itself
     trainer.limit_val_batches = 0
     if silent:
-        gradients, watch = Silent(trainer.strategy), Watch(config.nonfinite, 1)
+        gradients, watch = Silent(trainer.strategy), FiniteGradientCheck(config.nonfinite, 1)
         trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
     module = make_module(config, splits)
     compile_module(config, module, trainer)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.config import Config
-from lockstep.memory import MIB
+from lockstep.run.config import Config
+from lockstep.step.memory import MIB
 
 BUCKET = 25 * MIB  # what DDP sends at once, after a first one of 1 MiB
 

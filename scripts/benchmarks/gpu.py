@@ -109,10 +109,10 @@ def synchronisations(case: Case, folder: Path, *overrides: str) -> Row:
 
     Told, but not counted: the wait for an event that was recorded one step before (`nonfinite=stop`).
     """
-    from lockstep.config import check
-    from lockstep.data import open_data
-    from lockstep.launch import has_computed, launch
-    from lockstep.library import compose
+    from lockstep.launch.agent import has_computed, launch
+    from lockstep.loading import open_data
+    from lockstep.run.config import check
+    from lockstep.run.library import compose
 
     asked = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
     asked += [f"batch_size={case.batch}", f"max_steps={WARMUP + COUNTED + 1}", "log_every=1000000", "threads=1"]
@@ -130,15 +130,16 @@ def _profiled(config: Any, splits: Any, folder: Path) -> dict[str, int]:
     import lightning.pytorch as pl
     from torch.profiler import profile, record_function
 
-    from lockstep import fast, logs
-    from lockstep.building import compile_module, make_callbacks, make_data, make_module, make_trainer
+    from lockstep.launch import logs
+    from lockstep.run import fast
+    from lockstep.run.build import compile_module, make_callbacks, make_data, make_module, make_trainer
 
     logs.configure(folder, 0)
     fast.set_up(config.layout, config.threads, config.allocator)
     profiler = profile()  # of the host, and of the GPU where there is one
     span = record_function("counted steps")
 
-    class Watch(pl.Callback):
+    class FiniteGradientCheck(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == WARMUP:
                 profiler.start()
@@ -148,7 +149,7 @@ def _profiled(config: Any, splits: Any, folder: Path) -> dict[str, int]:
                 profiler.stop()
 
     module = make_module(config, splits)
-    trainer = make_trainer(config, folder, [*make_callbacks(config, splits, folder, module), Watch()])
+    trainer = make_trainer(config, folder, [*make_callbacks(config, splits, folder, module), FiniteGradientCheck()])
     compile_module(config, module, trainer)
     trainer.fit(module, datamodule=make_data(config, splits, 0))
     return counted(profiler.events() or [])

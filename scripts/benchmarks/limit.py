@@ -36,10 +36,10 @@ class Limit:
 
 def measure(folder: Path) -> list[Limit]:
     """Both models, float32 and bf16-mixed."""
-    from lockstep.config import check
-    from lockstep.data import open_data
-    from lockstep.launch import launch
-    from lockstep.library import compose
+    from lockstep.launch.agent import launch
+    from lockstep.loading import open_data
+    from lockstep.run.config import check
+    from lockstep.run.library import compose
 
     found = []
     for model, options in MODELS.items():
@@ -57,15 +57,16 @@ def _work(config: Any, splits: Any, folder: Path) -> tuple[dict[str, float], flo
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from lockstep import fast, logs
-    from lockstep.building import make_module, make_trainer
-    from lockstep.data import DataModule
+    from lockstep.launch import logs
+    from lockstep.loading import DataModule
+    from lockstep.run import fast
+    from lockstep.run.build import make_module, make_trainer
 
     logs.configure(folder, 0)
     fast.set_up(config.layout, config.threads, config.allocator)
     profiler = profile(activities=[ProfilerActivity.CPU])
 
-    class Watch(pl.Callback):
+    class FiniteGradientCheck(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.global_step == WARMUP:
                 profiler.start()
@@ -75,7 +76,7 @@ def _work(config: Any, splits: Any, folder: Path) -> tuple[dict[str, float], flo
             self.seconds = time.perf_counter() - self.started
             profiler.stop()
 
-    watch = Watch()
+    watch = FiniteGradientCheck()
     module = make_module(config, splits)
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=0)
     make_trainer(config, folder, [watch]).fit(module, datamodule=data)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.plotting import BLUE, COLOURS, GREY, VERMILION, find_pyplot
+from lockstep.sweeps.plotting import BLUE, COLOURS, GREY, VERMILION, find_pyplot
 
 HEADINGS = {
     "step": "a step",

@@ -78,10 +78,10 @@ def collectives(folder: Path) -> Row:
 
 
 def _count(pieces: int, folder: Path) -> float:
-    from lockstep.config import check
-    from lockstep.data import open_data
-    from lockstep.launch import has_computed, launch
-    from lockstep.library import compose
+    from lockstep.launch.agent import has_computed, launch
+    from lockstep.loading import open_data
+    from lockstep.run.config import check
+    from lockstep.run.library import compose
 
     data = [f"data.{key}={value}" for key, value in DATA["resnet18"].items()]
     asked = ["model=resnet18", "data=synthetic", *data, "strategy=ddp", "devices=2", "batch_size=16"]
@@ -99,9 +99,9 @@ def _work(config: Any, splits: Any, folder: Path) -> float:
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
-    from lockstep import logs
-    from lockstep.building import make_module, make_trainer
-    from lockstep.data import DataModule
+    from lockstep.launch import logs
+    from lockstep.loading import DataModule
+    from lockstep.run.build import make_module, make_trainer
 
     logs.configure(folder, dist.get_rank())
     profiler, first = profile(activities=[ProfilerActivity.CPU]), 3

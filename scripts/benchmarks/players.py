@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from lockstep.checks import ROOT
+from lockstep.run.checks import ROOT
 
 Command = Sequence[str]
 

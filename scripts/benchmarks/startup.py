@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.checks import ROOT
+from lockstep.run.checks import ROOT
 
 BARE = "import torch, torchvision, lightning"
 RATIO, SECONDS = 1.15, 1.5  # goals: of the bare imports; of ddp over one device, and of a sweep's further job

@@ -88,11 +88,11 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments, with `more`."""
     import torch
 
-    from lockstep.building import make_module
-    from lockstep.config import check
-    from lockstep.data import open_data
-    from lockstep.library import compose
-    from lockstep.plan import Plan
+    from lockstep.arithmetic.order import DataOrder
+    from lockstep.loading import open_data
+    from lockstep.run.build import make_module
+    from lockstep.run.config import check
+    from lockstep.run.library import compose
 
     arguments = [
         f"model={case.model}",
@@ -109,7 +109,7 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     splits = open_data(config.data, config.data_dir, config.seed)
     images, labels = splits.train.dataset.__getitems__(range(len(splits.train.dataset)))
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.spec.mean, splits.spec.std))
-    plan = Plan(len(splits.train), case.batch, 1, config.seed)
+    plan = DataOrder(len(splits.train), case.batch, 1, config.seed)
     ids = torch.as_tensor(splits.train.indices)
     order = [ids[torch.from_numpy(plan.step(*plan.position(step)))] for step in range(steps)]
     path = folder / f"{case.model}.task.pt"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.checks import ROOT
+from lockstep.run.checks import ROOT
 
 PIPE_BYTES = 1 << 20  # what a life may say; it is read when the life is over
 
@@ -117,7 +117,12 @@ class Life:
 
 def preload() -> None:
     """Imports what a run needs, before lives are forked."""
-    for name in ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.training", "lockstep.models"):
+    for name in (
+        "torch.distributed.launcher.api",
+        "torch.utils.tensorboard",
+        "lockstep.run.training",
+        "project.models",
+    ):
         importlib.import_module(name)
 
 
@@ -135,7 +140,7 @@ def _live(arguments: list[str], output: int) -> None:
     os.dup2(output, 2)
     os.chdir(ROOT)
     sys.argv = ["src/train.py", *arguments]
-    from lockstep import cli
+    from lockstep.run import cli
     from train import train
 
     cli.command(train, "train")

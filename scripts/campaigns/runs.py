@@ -18,7 +18,7 @@ from campaigns.lives import Life
 LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # what a life draws from
 GRACE = 30  # seconds that a life may take to end when something struck
 LATE = 5  # seconds after which nobody trains on who was asked to end
-YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.scratch), and some more
+YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.launch.scratch), and some more
 GONE = 8  # seconds: loader processes look for their parent every 5
 LINE = "{:<15} {:<21} {:<14} {:>6}  {:>4}  {}"  # of the table
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from checkup.machine import SECONDS, Found
 
-from lockstep.machine import gpu_count
-from lockstep.workers.group import loopback
+from lockstep.launch.group import loopback
+from lockstep.launch.machine import gpu_count
 
 FEWEST_MB_PER_SECOND = 50.0  # an all-reduce slower than that makes two workers slower than one on most models
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # bytes that are all-reduced

@@ -13,8 +13,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-import lockstep.machine
-from lockstep.checks import ROOT
+import lockstep.launch.machine
+from lockstep.run.checks import ROOT
 
 GIB = float(1 << 30)
 SHARED_GIB = 1.0  # /dev/shm below which loader processes and NCCL have failed people (Docker's default is 64 MiB)
@@ -50,7 +50,7 @@ def cores() -> Found:
     """Cores, threads and load."""
     import torch
 
-    own = lockstep.machine.cores()
+    own = lockstep.launch.machine.cores()
     load = os.getloadavg()[0]
     limit = _cgroup_cores()
     problems: list[Problem] = []

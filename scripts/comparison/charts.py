@@ -11,7 +11,7 @@ import numpy as np
 from comparison.curves import Curve
 from comparison.groups import Group
 
-from lockstep.plotting import find_pyplot, style
+from lockstep.sweeps.plotting import find_pyplot, style
 
 pyplot = find_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones
@@ -144,6 +144,6 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Throughput and efficiency" if efficient else "Throughput")
+    figure.suptitle("Meter and efficiency" if efficient else "Meter")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -14,7 +14,7 @@ from typing import Any
 from comparison.curves import Curve, read_curves
 from comparison.pair import ABSENT, flat, read, show
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 
 # What runs may differ in and still be the same experiment.
 ASIDE = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")

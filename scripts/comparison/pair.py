@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 
 ABSENT = "-"
 OUTCOME = ("status", "error", "steps", "epochs", "samples_seen", "restarts", "metrics", "throughput", "weights_sha256")

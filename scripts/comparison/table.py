@@ -13,7 +13,7 @@ from comparison.pair import ABSENT
 from rich import box
 from rich.table import Table
 
-from lockstep.layout import counted
+from lockstep.arithmetic.layout import counted
 
 CAPTION = (
     "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "

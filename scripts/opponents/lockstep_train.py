@@ -30,7 +30,7 @@ class Turn(pl.Callback):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(TRAIN.parent))
-    from lockstep import training
+    from lockstep.run import training
 
     make_callbacks = training.make_callbacks
     training.make_callbacks = lambda *args: [*make_callbacks(*args), Turn()]  # in the workers too: they are forked

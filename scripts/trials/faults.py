@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from trials.distance import roundoff
 
-from lockstep.data import DataModule
+from lockstep.loading import DataModule
 
 
 def _weights(trainer: pl.Trainer, weight: Any) -> None:
@@ -38,7 +38,7 @@ def rounding(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule, 
 
 def permuted(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
     """The order of another seed; weights and dropout keep theirs."""
-    data.plan = replace(data.plan, seed=data.plan.seed + 1)
+    data.order = replace(data.order, seed=data.order.seed + 1)
 
 
 def summed(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:

@@ -18,7 +18,7 @@ Tensors = dict[str, NDArray[Any]]
 
 
 class Record(pl.Callback):
-    """Writes a trial down, through hooks and the `Share`s that the loader yields."""
+    """Writes a trial down, through hooks and the `StepBatch`s that the loader yields."""
 
     def __init__(self) -> None:
         self.ids: dict[tuple[int, int], str] = {}  # (step, piece) -> hash of its sample ids
@@ -30,10 +30,12 @@ class Record(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        for turn in batch.turns:
-            starts = np.cumsum([0, *turn.sizes])
-            for piece, start, stop in zip(turn.pieces, starts, starts[1:], strict=False):
-                self.ids[batch.step, piece] = hashlib.sha256(np.asarray(turn.ids[start:stop]).tobytes()).hexdigest()
+        for micro_batch in batch.micro_batches:
+            starts = np.cumsum([0, *micro_batch.sizes])
+            for piece, start, stop in zip(micro_batch.pieces, starts, starts[1:], strict=False):
+                self.ids[batch.step, piece] = hashlib.sha256(
+                    np.asarray(micro_batch.ids[start:stop]).tobytes()
+                ).hexdigest()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if trainer.global_step + 1 == trainer.max_steps:
@@ -42,7 +44,7 @@ class Record(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        own = sum(sum(turn.sizes) for turn in batch.turns)
+        own = sum(sum(micro_batch.sizes) for micro_batch in batch.micro_batches)
         self.losses.append((float(outputs["loss"]) * own, batch.samples))
         flat = [_numpy(p).reshape(-1) for p in pl_module.parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)

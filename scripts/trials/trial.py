@@ -19,13 +19,14 @@ from torch.utils.data import Subset
 from trials.faults import FAULTS
 from trials.record import Record, Tensors, sensitive
 
-from lockstep import fast, logs
-from lockstep.building import compile_module, make_module, make_trainer
-from lockstep.callbacks import StandIn
-from lockstep.config import Config, check
-from lockstep.data import DataModule, Splits
-from lockstep.launch import launch
-from lockstep.summary import weights_sha256
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.launch import logs
+from lockstep.launch.agent import launch
+from lockstep.loading import DataModule, Splits
+from lockstep.run import fast
+from lockstep.run.build import compile_module, make_module, make_trainer
+from lockstep.run.config import Config, check
+from lockstep.run.summary import weights_sha256
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> di
     data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
     data.process = rank
     record = Record()
-    trainer = make_trainer(config, folder, [StandIn(), record])
+    trainer = make_trainer(config, folder, [DummyBatchOnEmptyRank(), record])
     if fault is not None:
         FAULTS[fault](trainer, module, data)
     compile_module(config, module, trainer)

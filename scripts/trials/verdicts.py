@@ -14,7 +14,7 @@ from rich.table import Table
 from trials.distance import difference, norm
 from trials.trial import Outcome
 
-from lockstep.plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
+from lockstep.sweeps.plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 
 MARGIN = 10  # times the yardstick
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step

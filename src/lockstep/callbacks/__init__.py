@@ -1,27 +1,27 @@
 """What happens beside training: measuring, showing, keeping."""
 
-from lockstep.callbacks.agreement import Agreement
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
-from lockstep.callbacks.continuation import Continuation
 from lockstep.callbacks.dashboard import Dashboard
+from lockstep.callbacks.empty_rank import DummyBatchOnEmptyRank
 from lockstep.callbacks.found_pieces import FoundPieces
 from lockstep.callbacks.heartbeat import Heartbeat
+from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
-from lockstep.callbacks.stand_in import StandIn
-from lockstep.callbacks.throughput import Throughput
+from lockstep.callbacks.replicas import ReplicaConsistencyCheck
+from lockstep.callbacks.resume_state import ResumeState
 
 __all__ = [
-    "Agreement",
     "Checkpoint",
     "Console",
-    "Continuation",
     "Dashboard",
+    "DummyBatchOnEmptyRank",
     "FoundPieces",
     "Heartbeat",
+    "Meter",
     "Pictures",
     "Preemption",
-    "StandIn",
-    "Throughput",
+    "ReplicaConsistencyCheck",
+    "ResumeState",
 ]

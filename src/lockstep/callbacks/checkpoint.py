@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
-from lockstep.atomic import same_file
-from lockstep.callbacks.throughput import aside
-from lockstep.checkpoint_io import AtomicCheckpointIO
-from lockstep.heartbeat import patient
-from lockstep.layout import Refusal
-from lockstep.loop import StepLoop, validates
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
+from lockstep.callbacks.meter import aside
+from lockstep.launch.atomic import same_file
+from lockstep.launch.watchdog import patient
+from lockstep.step.loop import StepLoop, validates
 
 log = logging.getLogger("lockstep")
 

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console as Screen
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.callbacks.throughput import Throughput, find
-from lockstep.checkpoint_io import weights_in_use
-from lockstep.loop import is_last_step
+from lockstep.callbacks.checkpoint_io import weights_in_use
+from lockstep.callbacks.meter import Meter, find
+from lockstep.step.loop import is_last_step
 
 LOG = logging.getLogger("lockstep")
 
@@ -38,7 +38,7 @@ class Console(Callback):
         self.wants_bar = sys.stderr.isatty() if bar is None else bar
         self.pause = refresh_seconds if self.wants_bar else line_seconds
         self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
-        self._meter: Throughput | None = None
+        self._meter: Meter | None = None
         self._bar: Progress | None = None
         self._ended: str | None = None  # an epoch whose line is not out yet
 

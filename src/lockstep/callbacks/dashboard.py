@@ -1,4 +1,4 @@
-"""Curves: what Throughput measured, and validation, against optimizer steps and against samples seen."""
+"""Curves: what Meter measured, and validation, against optimizer steps and against samples seen."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import first_page
+from lockstep.callbacks.meter import Meter, aside, find
 from lockstep.callbacks.pace import Pace
 from lockstep.callbacks.pictures import MOST_CLASSES, boards, by_class, data_spec
-from lockstep.callbacks.throughput import Throughput, aside, find
-from lockstep.checks import flag
-from lockstep.layout import Refusal
+from lockstep.run.checks import flag
 
 HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
 
 class Dashboard(Callback):
-    """Writes to the Trainer's loggers, from rank zero, whenever `Throughput` has measured.
+    """Writes to the Trainer's loggers, from rank zero, whenever `Meter` has measured.
 
-    Against optimizer steps: what `Throughput.latest` holds, `lr` and `grad_norm` (global norm of the step's gradient
+    Against optimizer steps: what `Meter.latest` holds, `lr` and `grad_norm` (global norm of the step's gradient
     after all sums, before clipping) of the step measured; after validation `val/...` and `val_class/<class>`, the
     accuracy of each class. On TensorBoard also `train_by_samples/...` and `val_by_samples/...` against samples seen, by
     which runs with different batch sizes can be compared, and what `first_page` has: the page of curves that matter,
@@ -43,7 +43,7 @@ class Dashboard(Callback):
         self.histograms = flag("callbacks.dashboard.histograms", histograms)
         self.config = config
         self.headline = headline
-        self._meter: Throughput
+        self._meter: Meter
         self._pace = Pace(HISTOGRAM_SECONDS)
         self._final: dict[str, float] = {}
         self._drawn = False  # the graph

@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.config import Config
-from lockstep.data import DataModule
-from lockstep.layout import Layout
+from lockstep.arithmetic.layout import Layout
+from lockstep.loading import DataModule
+from lockstep.run.config import Config
 
 
 class FoundPieces(pl.Callback):
@@ -28,5 +28,5 @@ def kept(config: Config, checkpoint: Mapping[str, Any]) -> Layout | None:
     the layout that goes on."""
     pieces = checkpoint.get("callbacks", {}).get("FoundPieces", {}).get("pieces")
     layout = config.layout
-    fits = config.accumulate_grad_batches == "auto" and pieces and pieces >= layout.world
+    fits = config.accumulate_grad_batches == "auto" and pieces and pieces >= layout.num_devices
     return replace(layout, pieces=pieces) if fits and not layout.batch_size % pieces else None

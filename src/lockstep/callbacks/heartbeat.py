@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.heartbeat import beat
+from lockstep.launch.watchdog import beat
 
 
 class Heartbeat(pl.Callback):

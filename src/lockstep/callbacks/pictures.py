@@ -8,13 +8,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lockstep import drawing
+from lockstep.callbacks import drawing
+from lockstep.callbacks.meter import aside
 from lockstep.callbacks.pace import Pace
-from lockstep.callbacks.throughput import aside
-from lockstep.callbacks.verdicts import THRESHOLDS, Verdicts, curve
-from lockstep.checks import real, whole
-from lockstep.data import Spec
-from lockstep.loop import is_last_step
+from lockstep.callbacks.prediction_stats import THRESHOLDS, PredictionStats, curve
+from lockstep.loading import Spec
+from lockstep.run.checks import real, whole
+from lockstep.step.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_CURVES = 20  # precision-recall curves; above, only the one over all classes
@@ -35,7 +35,7 @@ class Pictures(Callback):
     def __init__(self, seconds: float = 60.0, mistakes: int = 24) -> None:
         self.pace = Pace(real(least=0)("callbacks.pictures.seconds", seconds))
         self.mistakes = whole(1)("callbacks.pictures.mistakes", mistakes)
-        self._verdicts: Verdicts | None = None
+        self._verdicts: PredictionStats | None = None
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
         self._hook: Any = None
 
@@ -73,7 +73,7 @@ class Pictures(Callback):
     def _listen(self, trainer: Trainer, module: LightningModule) -> None:
         spec = data_spec(trainer)
         if spec is not None:
-            self._verdicts = Verdicts(spec, self.mistakes, module.device)
+            self._verdicts = PredictionStats(spec, self.mistakes, module.device)
             self._hook = module.register_forward_hook(self._remember)
 
     def _remember(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -88,7 +88,7 @@ class Pictures(Callback):
         if given is x and not idle and self._verdicts.fits(x, logits, y):
             self._verdicts.add(x, logits.detach(), y)
 
-    def _leave(self) -> Verdicts | None:
+    def _leave(self) -> PredictionStats | None:
         found, self._verdicts, self._seen = self._verdicts, None, (None, None)
         if self._hook is not None:
             self._hook.remove()
@@ -108,7 +108,7 @@ class Pictures(Callback):
                     _draw(board.experiment, found, split, trainer.global_step, getattr(module, "confusion", None))
 
 
-def _draw(writer: Any, found: Verdicts, split: str, step: int, own: torch.Tensor | None) -> None:
+def _draw(writer: Any, found: PredictionStats, split: str, step: int, own: torch.Tensor | None) -> None:
     classes = [str(name) for name in found.spec.classes]
     confusion, scores = found.confusion.cpu(), found.scores.cpu()
     where = {"val": "validation", "test": "test"}[split]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.loop import validates
-from lockstep.workers.signals import Interrupted, asked, remember
+from lockstep.launch.signals import Interrupted, pending_signals, record_signal
+from lockstep.step.loop import validates
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements
@@ -38,8 +38,8 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         self.clock = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGTERM, remember)
-        signal.signal(signal.SIGUSR1, remember)
+        signal.signal(signal.SIGTERM, record_signal)
+        signal.signal(signal.SIGUSR1, record_signal)
         self.due, self.clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,9 +49,9 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.world_size == 1:
-            known = len(asked)
-            self.agreed += asked[:known]
-            del asked[:known]
+            known = len(pending_signals)
+            self.agreed += pending_signals[:known]
+            del pending_signals[:known]
         elif trainer.global_step >= self.due:
             self._agree(trainer.global_step)
         if self.agreed and not validates(trainer):
@@ -85,12 +85,12 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
             LOG.info(f"{why}: saved {self.path.name} after step {trainer.global_step}")
 
     def _agree(self, step: int) -> None:
-        now, known = time.monotonic(), len(asked)  # what comes during the all-reduce is for the next one
-        mine = asked[:known]
+        now, known = time.monotonic(), len(pending_signals)  # what comes during the all-reduce is for the next one
+        mine = pending_signals[:known]
         flags = torch.tensor([float(signal.SIGTERM in mine), float(signal.SIGUSR1 in mine), now - self.clock])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         end, save, seconds = flags.tolist()
-        del asked[:known]
+        del pending_signals[:known]
         self.agreed += [signal.SIGTERM] * bool(end) + [signal.SIGUSR1] * bool(save)
         self.interval = max(1, min(1000, int(self.interval * SECONDS / max(seconds, 1e-3))))
         self.due, self.clock = step + self.interval, now

@@ -14,9 +14,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from lockstep.callbacks.meter import find
 from lockstep.callbacks.split import PARTS, StepSplit
-from lockstep.callbacks.throughput import find
-from lockstep.checks import whole
+from lockstep.run.checks import whole
 
 LOG = logging.getLogger("lockstep")
 BAR = 40  # letters of a bar that is a whole step
@@ -25,7 +25,7 @@ OURS = ("ProfilerStep", "step: ")  # what stands in the trace beside operations
 
 class Profile(Callback):
     """Writes `profile/summary.txt`, one page, and `profile/trace.json` (for ui.perfetto.dev or chrome://tracing) of
-    rank zero, and says the page. To be listed below Throughput, by whose clock a step waits for its data.
+    rank zero, and says the page. To be listed below Meter, by whose clock a step waits for its data.
 
     The page's parts of a step (see `StepSplit`) are medians of steps that run without the profiler, which slows small
     operations down; its operations and the trace are of as many steps under it.
@@ -157,9 +157,11 @@ class Profile(Callback):
             f"(medians of {len(self._taken)} steps without the profiler{ranks})"
         ]
         for part, seconds in middle.items():
-            share = seconds / whole_step
+            step_batch = seconds / whole_step
             name = part.replace("_", " ").replace("all reduce", "all-reduce")
-            lines.append(f"   {share:6.1%}  {seconds * 1000:10.3f} ms   {name:<10} {'#' * round(share * BAR)}")
+            lines.append(
+                f"   {step_batch:6.1%}  {seconds * 1000:10.3f} ms   {name:<10} {'#' * round(step_batch * BAR)}"
+            )
         if trainer.world_size > 1:
             lines.append("   all-reduce: what sums over ranks add to the step, waiting for slower ranks included")
         return lines

@@ -16,12 +16,12 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep import resume
-from lockstep.config import check
-from lockstep.layout import Refusal
-from lockstep.machine import gpu_count
-from lockstep.resume import key, quoted, sweeps
-from lockstep.summary import summary_of
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.machine import gpu_count
+from lockstep.run import resume
+from lockstep.run.config import check
+from lockstep.run.resume import key, quoted, sweeps
+from lockstep.run.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
 from lockstep.sweeps.progress import Progress

@@ -2,7 +2,7 @@
 one, the others go on.
 
 A job is forked from the sweep, which has imported everything and computed nothing, and is a parent of workers as any
-run's is (lockstep.launch). Where fork is not to be had, or the workers exist already, jobs run in place, one at a time.
+run's is (launch/agent.py). Where fork is not to be had, or the workers exist already, jobs run in place, one at a time.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from lockstep.family import die_with
-from lockstep.interpreter import imported
-from lockstep.launch import start_method
-from lockstep.layout import Refusal
-from lockstep.resume import quoted
-from lockstep.summary import summary_of, write_summary
-from lockstep.workers.environment import STARTED, external_workers
-from lockstep.workers.group import of_rank_zero
-from lockstep.workers.signals import Interrupted, say_ending
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.agent import start_method
+from lockstep.launch.environment import STARTED, external_workers
+from lockstep.launch.group import of_rank_zero
+from lockstep.launch.interpreter import imported
+from lockstep.launch.processes import set_parent_death_signal
+from lockstep.launch.signals import Interrupted, say_ending
+from lockstep.run.resume import quoted
+from lockstep.run.summary import summary_of, write_summary
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ENDED_WELL = ("completed", "pruned")
-failures: list[str] = []  # of this process's sweep; `lockstep.cli` reads it, since Hydra hands nothing back
+failures: list[str] = []  # of this process's sweep; `lockstep.run.cli` reads it, since Hydra hands nothing back
 
 
 @dataclass
@@ -116,7 +116,7 @@ def run_jobs(
             start(each)
             ended(each, of_rank_zero(summary_of(each.folder)))
         return
-    import lockstep.evaluation  # noqa: F401  all that a run needs, once for all jobs
+    import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
     imported()
     fork = multiprocessing.get_context("fork")
@@ -151,7 +151,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    die_with(parent)
+    set_parent_death_signal(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     if place.gpus:

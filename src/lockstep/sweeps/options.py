@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.checks import Check, choice, optional_node, text, unknown, whole
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import Check, choice, optional_node, text, unknown, whole
 
 CHECKS: dict[str, Check] = {
     "jobs": whole(1),

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.launch.environment import is_first
 from lockstep.sweeps.jobs import ENDED_WELL, Job
-from lockstep.workers.environment import is_first
 
 
 @dataclass

@@ -17,9 +17,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.atomic import replacing
-from lockstep.plotting import find_pyplot
-from lockstep.summary import summary_of
+from lockstep.launch.atomic import replacing
+from lockstep.run.summary import summary_of
+from lockstep.sweeps.plotting import find_pyplot
 from lockstep.sweeps.study import Study
 from lockstep.sweeps.trial import optuna
 

@@ -14,9 +14,10 @@ from hydra.core.utils import setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.atomic import replacing
-from lockstep.layout import Refusal
-from lockstep.summary import summary_of
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.atomic import replacing
+from lockstep.launch.environment import external_workers
+from lockstep.run.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.grid import Runner, devices, hint, of_the_run, refusals
 from lockstep.sweeps.jobs import Job
@@ -24,7 +25,6 @@ from lockstep.sweeps.progress import Progress
 from lockstep.sweeps.results import write_results
 from lockstep.sweeps.study import Study
 from lockstep.sweeps.trial import Trial, optuna
-from lockstep.workers.environment import external_workers
 
 
 def search(config: DictConfig, context: HydraContext, task: TaskFunction, given: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.layout import Refusal
+from lockstep.arithmetic.layout import Refusal
 
 TRIAL = "LOCKSTEP_TRIAL"  # what a run that a search has started is told by its environment
 

@@ -1,0 +1,192 @@
+"""The arithmetic of a step: `batch_size` samples in `pieces` pieces, and who computes which.
+
+Pure: neither torch nor Lightning is imported, so bad numbers are refused before anything slow starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate as running_sum
+
+MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
+MOST_EXACT = (
+    1 << 13
+)  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see `lockstep.arithmetic.exact`)
+
+
+class Refusal(Exception):
+    """Bad input. The message is one line for people: what is wrong, and what would be right."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who computes which piece of an optimizer step.
+
+    Attributes:
+        strategy: `single`, `ddp` (a process per device) or `dp` (one process, several devices).
+        accelerator: `cpu` or `gpu`.
+        devices: devices of one node.
+        num_nodes: machines.
+        batch_size: samples of one optimizer step, over all devices, nodes and accumulated micro-batches.
+        pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
+        exact: sums do not depend on their order.
+        shares: relative number of pieces of each device, in rank order; empty: even.
+    """
+
+    strategy: str
+    accelerator: str
+    devices: int
+    num_nodes: int
+    batch_size: int
+    pieces: int
+    exact: bool = False
+    shares: tuple[float, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all nodes."""
+        return self.devices * self.num_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes over all nodes."""
+        return self.num_devices if self.strategy == "ddp" else 1
+
+    @property
+    def accumulate(self) -> int:
+        """Turns (forward and backward passes one after the other) of the busiest device in one step."""
+        return max(len(self.owned(device)) for device in range(self.num_devices))
+
+    @property
+    def piece_size(self) -> int:
+        """Samples of the largest piece of a full step."""
+        return -(-self.batch_size // self.pieces)
+
+    @property
+    def most(self) -> int:
+        """Pieces that a step may be cut into."""
+        return MOST_EXACT if self.exact else MOST_PIECES
+
+    def owned(self, device: int) -> range:
+        """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2."""
+        counts = split(self.pieces, self.num_devices, self.shares)
+        ends = list(running_sum(counts))
+        return range(ends[device] - counts[device], ends[device])
+
+    def micro_batches(self, process: int) -> list[list[tuple[int, int]]]:
+        """What a process computes in one step: for each turn the `(device, piece)` pairs that run at once.
+
+        A device with fewer pieces than others is idle in the first turns, never in the last: DDP's reducer fires in
+        the last backward pass.
+        """
+        devices = range(self.num_devices) if self.strategy == "dp" else (process,)
+        runs = {device: self.owned(device) for device in devices}
+        longest = max(len(run) for run in runs.values())
+        late = {device: longest - len(run) for device, run in runs.items()}
+        return [
+            [(device, run[micro_batch - late[device]]) for device, run in runs.items() if micro_batch >= late[device]]
+            for micro_batch in range(longest)
+        ]
+
+    def finer(self) -> Iterator[Layout]:
+        """The same step in more pieces, fewest first: of equal size where these are, and as many for each device."""
+        by = self.num_devices if self.pieces % self.num_devices == 0 else 1
+        even = self.batch_size % self.pieces == 0
+        for pieces in range(self.pieces + by, min(self.batch_size, self.most) + 1, by):
+            if not even or self.batch_size % pieces == 0:
+                yield replace(self, pieces=pieces)
+
+    def describe(self) -> str:
+        """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
+        counts = [len(self.owned(device)) for device in range(self.num_devices)]
+        even = self.batch_size % self.pieces == 0
+        size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
+        where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
+        nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        step, pieces = counted(self.batch_size, "sample"), counted(self.pieces, "piece")
+        return f"step {step} = {pieces} x {size} on {where}{nodes}"
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def listed(names: Iterable[object], most: int = 3) -> str:
+    """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
+    words = [str(name) for name in names]
+    return ", ".join(words[:most]) + ", ..." * (len(words) > most)
+
+
+def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:
+    """`total` whole things in `parts` parts, as near to `shares` as whole numbers allow, at least one each.
+
+    Even parts put the larger ones first. Uneven ones follow the largest remainder (Hamilton's method).
+    """
+    if not shares:
+        return [total // parts + (part < total % parts) for part in range(parts)]
+    spare = total - parts  # everyone has one; what is left follows the shares
+    wanted = [max(0.0, share / sum(shares) * total - 1) for share in shares]
+    scale = spare / sum(wanted) if sum(wanted) else 0.0
+    floors = [int(want * scale + 1e-9) for want in wanted]
+    by_remainder = sorted(range(parts), key=lambda part: floors[part] - wanted[part] * scale)
+    for part in by_remainder[: spare - sum(floors)]:
+        floors[part] += 1
+    return [1 + count for count in floors]
+
+
+def resolve(
+    *,
+    strategy: str,
+    accelerator: str,
+    devices: int,
+    num_nodes: int,
+    batch_size: int,
+    pieces: int | None = None,
+    accumulate_grad_batches: int | None = None,
+    exact: bool = False,
+    shares: tuple[float, ...] = (),
+    even: bool = True,
+) -> Layout:
+    """The layout that a config asks for.
+
+    `pieces` defaults to `devices x num_nodes x accumulate_grad_batches`; given `pieces`, accumulation follows from it.
+    With `even=False` (evaluation) pieces may differ by a sample.
+
+    Raises:
+        Refusal: naming both numbers and the nearest that fit.
+    """
+    num_devices = devices * num_nodes
+    accumulate = accumulate_grad_batches or 1
+    if pieces is None:
+        wanted, why = num_devices * accumulate, f"{counted(num_devices, 'device')} x {accumulate} accumulated"
+    else:
+        wanted, why = pieces, f"pieces={pieces}"
+        if pieces < num_devices:
+            raise Refusal(f"pieces={pieces} is fewer than {num_devices} devices: give pieces={num_devices} or more")
+        micro_batches = -(-pieces // num_devices)
+        if accumulate_grad_batches is not None and not shares and accumulate_grad_batches != micro_batches:
+            raise Refusal(
+                f"pieces={pieces} on {counted(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
+                f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={num_devices * accumulate}"
+            )
+    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
+    if wanted > layout.most:
+        raise Refusal(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
+    if even and batch_size % wanted:
+        raise Refusal(
+            f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
+            + _nearest(batch_size, wanted, num_devices, layout.most)
+        )
+    return layout
+
+
+def _nearest(batch_size: int, pieces: int, num_devices: int, most: int) -> str:
+    below, above = batch_size // pieces * pieces, -(-batch_size // pieces) * pieces
+    sizes = f"batch_size={below} or {above} can" if below else f"batch_size={above} can"
+    if batch_size < num_devices:
+        return sizes
+    near = next((d for d in range(pieces, min(batch_size, most)) if batch_size % d == 0), batch_size)
+    return f"{sizes}; so can pieces={near}" if near <= most else sizes

@@ -1,0 +1,102 @@
+"""Which samples a piece holds, and when: a pure function of (seed, epoch, step), with no state and no hidden RNG.
+
+Random numbers are hashes of what they belong to (a seed, an epoch, a sample), so neither layout, worker count nor
+resume can move them. The hash is SplitMix64's finaliser (Steele, Lea and Flood, Fast splittable pseudorandom number
+generators, 2014), written in integer arithmetic, which no release of a library may change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+
+
+def hash64(*keys: int | NDArray[np.integer]) -> Any:
+    """A 64-bit hash of the keys in their order: an int, or where keys are arrays (they broadcast) uint64 elements."""
+    state: Any = 0
+    for key in keys:
+        number = int(key) & _MASK if isinstance(key, (int, np.integer)) else key.astype(np.uint64)
+        state = ((state ^ number) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = state ^ (state >> 31)
+    return state
+
+
+def uniform(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Hashes as uniform numbers in [0, 1): their upper 53 bits."""
+    return (hashes >> 11).astype(np.float64) * 2.0**-53
+
+
+def piece_seed(seed: int, step: int, piece: int) -> int:
+    """The seed of what is random inside a piece (dropout): 63 bits, a function of (seed, step, piece)."""
+    return int(hash64(seed, 0xD409, step, piece) >> 1)
+
+
+def batch_seed(seed: int, step: int, piece: int) -> int:
+    """As `piece_seed`, of what a module does to a piece's batch before it computes anything."""
+    return int(hash64(seed, 0xBA7C4, step, piece) >> 1)
+
+
+def cuts(samples: int, pieces: int) -> list[int]:
+    """Where `samples` in a row are cut into `pieces` parts: `pieces + 1` positions, parts differ by one at most.
+
+    With fewer samples than pieces the empty parts lie spread out, so that few devices go without a sample.
+    """
+    return [piece * samples // pieces for piece in range(pieces + 1)]
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The order of a training set.
+
+    Attributes:
+        samples: training samples.
+        batch_size: samples of one optimizer step.
+        pieces: parts of one step.
+        seed: the run's seed.
+    """
+
+    samples: int
+    batch_size: int
+    pieces: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch; the last one holds what is left."""
+        return -(-self.samples // self.batch_size)
+
+    def permutation(self, epoch: int) -> NDArray[np.int64]:
+        """The epoch's permutation of the sample ids: ids sorted by their hash with (seed, epoch)."""
+        return _order(self.samples, self.seed, epoch)
+
+    def position(self, global_step: int) -> tuple[int, int]:
+        """`(epoch, step of the epoch)` after `global_step` optimizer steps."""
+        return divmod(global_step, self.steps_per_epoch)
+
+    def step(self, epoch: int, index: int) -> NDArray[np.int64]:
+        """The sample ids of step `index` of an epoch, in order."""
+        return self.permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
+
+    def piece(self, epoch: int, index: int, piece: int) -> NDArray[np.int64]:
+        """The sample ids of one piece of a step; empty where a short last step has fewer samples than pieces."""
+        ids = self.step(epoch, index)
+        at = cuts(len(ids), self.pieces)
+        return ids[at[piece] : at[piece + 1]]
+
+
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.argsort(hash64(seed, 0x04DE4, epoch, np.arange(samples)), kind="stable")
+
+
+def chunks(samples: int, size: int) -> list[tuple[int, int]]:
+    """An evaluation set of `samples` in a row, cut into `(start, stop)` parts of `size`; the last may be short."""
+    return [(start, min(start + size, samples)) for start in range(0, samples, size)]

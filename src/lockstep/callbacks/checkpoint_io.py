@@ -1,0 +1,260 @@
+"""Checkpoints that are whole or absent, are checked before they are trusted, and never run code.
+
+A checkpoint is torch's own zip file, readable by plain `torch.load`. Its SHA-256 stands in the zip's comment: torch
+does not look at the CRCs inside, and a flipped byte in the weights would load and train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.atomic import replacing
+from lockstep.launch.watchdog import patient
+
+MARK = (7 + 64).to_bytes(2, "little") + b"sha256:"  # the comment's length, and what it begins with
+TRAILER = len(MARK) + 64
+
+
+class CheckpointError(Refusal):
+    """A checkpoint that can't be used. One line: the file, and what is wrong with it."""
+
+
+def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint atomically; until it is complete on the disk, `path` is what it was before.
+
+    Raises:
+        OSError: naming the path and the reason.
+        CheckpointError: it holds more than plain data and tensors, so that `load` would have to refuse it.
+    """
+    with replacing(path) as file:
+        digesting = _Digesting(file)
+        try:
+            torch.save(checkpoint, cast(IO[bytes], digesting))
+        except RuntimeError as error:
+            raise digesting.error or error from error  # torch's zip writer buries the OSError in an assertion
+        file.seek(-2, os.SEEK_END)  # a zip ends with its comment's length, 0 so far, and the comment
+        file.write(MARK + digesting.sha256.hexdigest().encode())
+        file.flush()
+        if code := _code(file.name):
+            raise CheckpointError(
+                f"{path}: not saved, loading it would have to run code: it holds {code}, not only data"
+            )
+
+
+@patient()
+def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
+
+    Raises:
+        CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code; a good one beside it is
+            offered.
+    """
+    try:
+        return _load(Path(path), map_location)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_offer(Path(path))}") from error.__cause__
+
+
+def _load(path: Path, map_location: Any) -> dict[str, Any]:
+    _check(path)
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # a made-up pickle can make torch raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+        raise CheckpointError(
+            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
+        )
+    return checkpoint
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `save` would write a value: it holds only plain data and tensors."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception:  # a pickle of anybody's object can fail in any way
+        return False
+    buffer.seek(0)
+    return not _code(buffer)
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """`save` and `load` as a plugin of Lightning's Trainer. Training goes on while a copy of its state is written.
+
+    One file is written at a time, in the order asked for. What goes wrong is raised by the next call, at the latest at
+    the end of the Trainer's `fit`.
+    """
+
+    def __init__(self) -> None:
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self.loaded_step: int | None = None  # of the checkpoint loaded last
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        self.wait()  # so that there is one copy at the most
+        self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
+
+    def then(self, task: Callable[..., None], *args: Any) -> None:
+        """Does something after what is being written, if that goes well."""
+        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
+        before = self._pending[-1] if self._pending else None
+        self._pending.append(self._writer.submit(_after, before, task, *args))
+
+    def wait(self) -> None:
+        """Returns when all is on the disk.
+
+        Raises:
+            OSError, CheckpointError: as `save`.
+        """
+        pending, self._pending = self._pending, []
+        with patient() if pending else contextlib.nullcontext():
+            for task in pending:
+                task.result()
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        checkpoint = load(path, map_location)
+        self.loaded_step = checkpoint.get("global_step")
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)
+
+    def teardown(self) -> None:
+        if self._writer is not None:
+            with patient():
+                self._writer.shutdown()
+            self._writer = None
+        self.wait()
+
+
+def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
+    """The checkpoint file that an evaluation has taken its weights from (None: they are those of the training that has
+    just ended), and the optimizer step after which they were saved."""
+    if trainer.ckpt_path is None:
+        return None, trainer.global_step
+    return str(trainer.ckpt_path), getattr(trainer.strategy.checkpoint_io, "loaded_step", None)
+
+
+def _after(before: Future[None] | None, task: Callable[..., None], *args: Any) -> None:
+    if before is not None:
+        before.result()
+    task(*args)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in the machine's memory, without gradient."""
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+class _Digesting:
+    """A binary file that hashes what passes through it, so that nothing is read twice."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sha256.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _check(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            start = file.read(4)
+            file.seek(max(0, size - TRAILER))
+            trailer = file.read()
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        raise CheckpointError(
+            f"{path}: " + ("no such file" if missing else f"can't be read ({error.strerror})")
+        ) from error
+    if not size:
+        raise CheckpointError(f"{path}: the file is empty")
+    if start != b"PK\x03\x04":
+        raise CheckpointError(f"{path}: not a checkpoint (not a file that torch.save wrote)")
+    if not _is_zip(path):
+        raise CheckpointError(f"{path}: the file is cut off: its end is missing after {size:,} bytes")
+    if trailer[-22:-18] == b"PK\x05\x06" and trailer.endswith(b"\0\0"):
+        whole = _crcs_match(path)  # without our digest, as plain Lightning writes it: the zip's own CRCs must do
+    else:
+        whole = trailer == MARK + _sha256(path, size)
+    if not whole:
+        raise CheckpointError(f"{path}: the file is damaged or cut off: its checksum does not match its {size:,} bytes")
+    if code := _code(path):
+        raise CheckpointError(f"{path}: refused, it holds code, not only data: {code}")
+
+
+def _offer(path: Path) -> str:
+    """Names the newest good checkpoint of the same folder."""
+    others = [other for other in path.parent.glob("*.ckpt") if other != path]
+    for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True):
+        with contextlib.suppress(CheckpointError):
+            _check(other)
+            return f"; {other.name} beside it is whole"
+    return ""
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # it looks closer than its name says
+        return False
+
+
+def _sha256(path: Path, size: int) -> bytes:
+    """Digest of the file as it was before the comment was added, when the comment's length was zero."""
+    sha256 = hashlib.sha256()
+    left = size - TRAILER
+    with open(path, "rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            sha256.update(block)
+            left -= len(block)
+    sha256.update(b"\0\0")
+    return sha256.hexdigest().encode()
+
+
+def _crcs_match(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception:  # and a damaged zip makes zipfile raise OSError, struct.error, zlib.error, RuntimeError, ...
+        return False
+
+
+def _code(path: str | Path | IO[bytes]) -> str:
+    """Names of the functions and classes in a checkpoint's pickle that plain data does not need; nothing is run."""
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+    except Exception:
+        return ""  # not even a pickle that torch can read: `torch.load` says what it is

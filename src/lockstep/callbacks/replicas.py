@@ -1,0 +1,44 @@
+"""All ranks hold the same weights: checked at the start and before each checkpoint; a rank that differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Diverged(Exception):
+    """A rank's weights are not those of rank zero."""
+
+
+class ReplicaConsistencyCheck(pl.Callback):
+    """Compares a checksum of the parameters' bits over all ranks, with one all-gather of a number."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._compare(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._compare(trainer, pl_module)
+
+    def _compare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.world_size == 1:
+            return
+        sums = trainer.strategy.all_gather(checksum(module)).flatten().tolist()
+        others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]
+        if others:
+            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank 0")
+
+
+def checksum(module: torch.nn.Module) -> torch.Tensor:
+    """A sum over the bits of all parameters, int64: elements weigh 1, tensors by their position."""
+    total = torch.zeros((), dtype=torch.int64, device=next(module.parameters()).device)
+    for position, parameter in enumerate(module.parameters()):
+        bits = parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()])
+        total += bits.sum(dtype=torch.int64) * (2 * position + 1)
+    return total

@@ -1,0 +1,1 @@
+"""Processes: the agent that starts workers, how they meet, signals, and who notices a silent one."""

@@ -1,0 +1,225 @@
+"""Runs a function in the worker processes that a layout needs, under torch's elastic agent.
+
+Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so it never runs
+a parallel operation or touches CUDA, and may fork. A forked worker starts in a fraction of a second with everything
+imported. The agent lives in the parent, kills the group when one worker dies, restarts it while `max_restarts` lasts,
+and brings the workers' results back. Under `torchrun` (or several SLURM tasks) the workers exist already: the function
+then runs in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import signal
+import sys
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.launch import logs, watchdog, worker
+from lockstep.launch.environment import RESTARTS, environment_kept, external_workers
+from lockstep.launch.group import LOOPBACK, join_external
+from lockstep.launch.interpreter import imported
+from lockstep.launch.processes import end_children
+from lockstep.launch.scratch import scratch_folder
+from lockstep.launch.signals import Interrupted, forwarding
+from lockstep.launch.watchdog import watching
+
+_met = itertools.count()  # launches over several machines: a rendezvous is closed when its workers have ended
+GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
+
+
+class WorkerFailed(Exception):
+    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`."""
+
+    steps = 0
+
+
+def launch(
+    work: Callable[..., Any],
+    *args: Any,
+    layout: Layout,
+    rdzv_endpoint: str | None = None,
+    min_nodes: int | None = None,
+    max_restarts: int = 0,
+    restarts: int = 0,
+    hang_timeout: float = 300.0,
+) -> Any:
+    """Calls `work(*args)` in every worker and returns what rank zero's call returned.
+
+    Args:
+        work: a function that a worker can import; its result must be picklable.
+        layout: how many workers, on how many machines.
+        rdzv_endpoint: `<host>:<port>` of one of the machines where there are several.
+        min_nodes: machines that are enough to go on with; None: all of them.
+        max_restarts: times that a group which lost a worker is started again.
+        restarts: times that it was before this call.
+        hang_timeout: seconds after which a silent worker is killed.
+
+    Raises:
+        Refusal: a worker refused its input, or the workers that exist don't match the layout.
+        WorkerFailed: a worker died and no restart was left.
+        Interrupted: SIGTERM or SIGINT ended the run; its checkpoint is saved.
+    """
+    imported()
+    if found := external_workers():
+        if found != layout.world_size:
+            raise Refusal(
+                f"{found} workers exist, the layout needs {layout.world_size}: give ddp, devices x num_nodes = {found}"
+            )
+        join_external()
+        try:
+            with logs.failure_told():
+                return work(*args)
+        finally:
+            end_children()
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from lockstep.launch import rendezvous
+
+    for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
+    workers = layout.world_size // layout.num_nodes if layout.strategy == "ddp" else 1  # of this machine
+    with (
+        environment_kept(),
+        forwarding() as received,
+        scratch_folder() as scratch,
+        watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
+        _steps_told(),
+        _cursor_shown(),
+    ):
+        known = f"{rdzv_endpoint}/{next(_met)}" if rdzv_endpoint else uuid.uuid4().hex
+        config = LaunchConfig(
+            min_nodes=min_nodes or layout.num_nodes,
+            max_nodes=layout.num_nodes,
+            nproc_per_node=workers,
+            run_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, known)),
+            rdzv_backend="c10d" if rdzv_endpoint else rendezvous.NAME,
+            rdzv_endpoint=rdzv_endpoint or LOOPBACK,
+            max_restarts=max_restarts,
+            monitor_interval=0.05,
+            start_method=start_method(),
+            signals_to_handle="SIGQUIT",  # the others are ours: see forwarding()
+            shutdown_timeout=GRACE_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        )
+        os.environ[RESTARTS] = str(restarts)
+        try:
+            results = elastic_launch(config, worker.run)(work, layout, args, os.getpid())
+            interrupted = next((r.signum for r in results.values() if isinstance(r, worker.Ended)), None)
+            if interrupted is not None:
+                raise Interrupted(received[0] if received else interrupted)
+            return results[min(results)]
+        except SignalException:
+            raise (
+                Interrupted(received[0]) if received else WorkerFailed("a worker was killed when it was done")
+            ) from None
+        except ChildFailedError as error:
+            if received:
+                raise Interrupted(received[0]) from None
+            rank, failure = error.get_first_failure()
+            if failure.pid in silent:
+                raise WorkerFailed(silent[failure.pid]) from None
+            if failure.exitcode == -signal.SIGTERM:
+                raise Interrupted(signal.SIGTERM) from None
+            raise _explain(rank, failure) from None
+
+
+@contextmanager
+def _steps_told() -> Iterator[None]:
+    """Workers that are killed write no summary: who hears of it hears too how far they were."""
+    try:
+        yield
+    except (Interrupted, WorkerFailed) as ended:
+        ended.steps = watchdog.steps()
+        raise
+
+
+@contextmanager
+def _cursor_shown() -> Iterator[None]:
+    """A worker hides the terminal's cursor while it draws a bar, and one that is killed leaves it so."""
+    try:
+        yield
+    finally:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            Console(stderr=True).show_cursor()
+
+
+def _explain(rank: int, failure: Any) -> Exception:
+    message, trace = failure.message, ""
+    if isinstance(message, Mapping):
+        trace = message.get("extraInfo", {}).get("py_callstack", "")
+        message = message.get("message", "")
+    message = _original(str(message).strip())
+    if message.startswith("Refusal: "):
+        return Refusal(message.removeprefix("Refusal: ").splitlines()[0])
+    if failure.exitcode < 0:
+        return WorkerFailed(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+    if message.startswith("To enable traceback"):  # the agent's words where a worker left without a message
+        message = f"exit code {failure.exitcode}"
+    lines = message.splitlines() or ["no reason given"]
+    where = f" ({place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
+    failed = WorkerFailed(f"rank {rank} failed: {lines[0]}{where}")
+    failed.add_note(trace)
+    return failed
+
+
+def _original(message: str) -> str:
+    """What was raised in another process or thread, of which torch's message holds the whole traceback."""
+    if "\nOriginal Traceback (most recent call last):" not in message:
+        return message
+    end = message.rpartition('\n  File "')[2].splitlines()[1:]
+    found = next((line for line in end if line and not line.startswith(" ")), message)
+    return re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
+
+
+def place(trace: str) -> str:
+    """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    found = [
+        (file, line, function)
+        for file, line, function in re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+        if not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    ]
+    if not found:
+        return ""
+    file, line, function = found[-1]
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line} in {function}; "
+
+
+_computed = False  # whether this process may have run a parallel operation: see has_computed
+
+
+@contextmanager
+def has_computed() -> Iterator[None]:
+    """For a parent that is the user's own, a notebook say: it may have computed, so workers are spawned; they don't run
+    its `__main__` again, which may have no file, or no `if __name__ == "__main__"`."""
+    global _computed
+    before = _computed, sys.modules["__main__"]
+    _computed, sys.modules["__main__"] = True, ModuleType("__main__")
+    try:
+        yield
+    finally:
+        _computed, sys.modules["__main__"] = before
+
+
+def start_method() -> str:
+    """`fork` where it is safe and exists, else `spawn`."""
+    import torch
+
+    computed = _computed or torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    return "fork" if sys.platform == "linux" and not computed else "spawn"

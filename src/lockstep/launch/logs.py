@@ -1,0 +1,76 @@
+"""Where messages go: rank zero to the console and `train.log`, every other rank to `rank_<n>.log`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.signals import Interrupted
+
+LOG = logging.getLogger("lockstep")
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's log in the run folder."""
+    return f"rank_{rank}.log" if rank else "train.log"
+
+
+def configure(folder: Path, rank: int) -> None:
+    """Sends this process's messages to its file in the run folder, and rank zero's own to the console too.
+
+    Warnings and Lightning's notices go to the file only: what a user must know, Lockstep says itself.
+    """
+    file = logging.FileHandler(folder / file_of(rank), encoding="utf-8", delay=rank > 0)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.root.handlers = [file]
+    logging.root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk is told once, by who can't go on, not by each message
+    warnings.simplefilter("default")
+    threading.excepthook = _thread_failed
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "pytorch_lightning"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [], True
+    console = logging.StreamHandler()
+    console.setFormatter(logging.Formatter("%(message)s"))
+    LOG.handlers = [console] if rank == 0 else []
+    LOG.setLevel(logging.INFO)
+
+
+def _thread_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer raises again where it is called next: its thread need not say so on the console."""
+    if isinstance(args.exc_value, OSError):
+        logging.root.error("a thread failed", exc_info=args.exc_value)
+    else:
+        threading.__excepthook__(args)
+
+
+@contextmanager
+def failure_told() -> Iterator[None]:
+    """What ends a run by surprise stands in its log, with the whole traceback."""
+    try:
+        yield
+    except (Refusal, Interrupted):
+        raise
+    except BaseException as error:
+        if logging.root.handlers:  # see configure
+            logging.root.error("the run failed", exc_info=error)
+        raise
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """For a few steps that only measure: nothing below an error is said."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(before)

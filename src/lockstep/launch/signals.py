@@ -1,0 +1,81 @@
+"""Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+
+class Interrupted(BaseException):
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job.
+
+    Attributes:
+        steps: optimizer steps that the workers had made, where there were any.
+    """
+
+    steps = 0
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.code = 128 + signum
+
+
+pending_signals: list[int] = []  # the signals that this worker was sent so far
+
+
+def record_signal(signum: int, frame: FrameType | None) -> None:
+    """A worker's signal handler. It only remembers: a collective in a handler would meet other ranks in another one."""
+    pending_signals.append(signum)
+
+
+@contextmanager
+def forwarding() -> Iterator[list[int]]:
+    """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
+    to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
+    received: list[int] = []
+    parent = os.getpid()
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        # Remembered here too, for workers that are forked later, and in a fork that has not yet set its own handlers.
+        record_signal(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM, frame)
+        if os.getpid() != parent:
+            return
+        if signum != signal.SIGUSR1:
+            if signal.SIGINT in received and signum == signal.SIGINT:
+                _tell_workers(signal.SIGKILL)
+                raise Interrupted(signum)
+            received.append(signum)
+            if signum == signal.SIGINT:
+                say_ending()
+        _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, handler)
+    try:
+        yield received
+    finally:
+        pending_signals.clear()
+
+
+def say_ending() -> None:
+    """Answers the first Ctrl-C. Past Python's streams: a signal handler may interrupt them."""
+    with suppress(OSError):
+        newline = "\n" * os.isatty(2)  # after the ^C
+        os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
+
+
+def ask_to_end() -> None:
+    """Asks the workers to save and end, as SIGTERM does; those too that the parent is still to start."""
+    pending_signals.append(signal.SIGTERM)
+    _tell_workers(signal.SIGTERM)
+
+
+def _tell_workers(signum: int) -> None:
+    for child in multiprocessing.active_children():
+        if child.pid:
+            with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end
+                os.kill(child.pid, signum)

@@ -1,0 +1,95 @@
+"""A worker process, from its first function to its last: what the elastic agent runs, and what it hands back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.launch import logs, watchdog
+from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
+from lockstep.launch.processes import alive, end_children, set_parent_death_signal
+from lockstep.launch.scratch import can_write
+from lockstep.launch.signals import Interrupted, pending_signals, record_signal
+
+VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
+
+
+class Ended:
+    """What a worker returns when a signal ended its run."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+
+def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int) -> Any:
+    """The first function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, record_signal)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
+    if signal.SIGTERM in pending_signals:  # before this line
+        signal.raise_signal(signal.SIGTERM)
+    set_parent_death_signal(parent)
+    watchdog.join(int(os.environ["LOCAL_RANK"]))
+    try:
+        if int(os.environ["WORLD_SIZE"]) > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
+            _all_forked()
+            join_group(layout)
+        try:
+            with logs.failure_told():
+                result = work(*args)
+        except Interrupted as interrupted:
+            result = Ended(interrupted.code - 128)
+        signal.signal(signal.SIGTERM, _leave_soon)
+        # Not when it fails: the others' lost connections would be reported before the reason is.
+        leave_group()
+        return result
+    except SystemExit as left:  # with code 0 and no result, the agent would wait for ever
+        raise RuntimeError(f"the worker left with exit code {left.code}") from left
+    except Refusal as refusal:
+        raise Refusal(str(refusal)) from None  # one class name for all kinds: it travels as text
+    except Exception as error:
+        if not can_write():  # the message would travel in a file
+            print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        if is_peer_failure(error):
+            time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
+        raise
+    finally:
+        watchdog.leave()
+        end_children()
+
+
+def _leave_soon(signum: int, frame: FrameType | None) -> None:
+    """The handler of a worker that is done: it ends as soon as the agent has taken its result; or in a moment, if the
+    agent asks because another worker was lost meanwhile."""
+    timer = threading.Timer(VICTIM_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a worker failed only because it lost the connection to another one."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
+
+
+def _all_forked() -> None:
+    """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
+    store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
+    locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
+    gate = Path(os.environ[watchdog.VARIABLE]).with_name("forked")
+    gate.mkdir(exist_ok=True)
+    (gate / str(os.getpid())).touch()
+    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    while sum(map(alive, os.listdir(gate))) < int(os.environ["LOCAL_WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.005)

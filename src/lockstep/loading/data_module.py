@@ -1,0 +1,215 @@
+"""The DataModule: loaders for one process, and the last steps of a batch on its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.order import DataOrder
+from lockstep.launch.machine import cores
+from lockstep.launch.processes import set_parent_death_signal
+from lockstep.loading.datasets import Splits
+from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
+from lockstep.loading.resident import Resident, base, place
+from lockstep.step.batch import MicroBatch, StepBatch
+
+LOG = logging.getLogger("lockstep")
+
+
+class DataModule(pl.LightningDataModule):
+    """Training batches are `StepBatch`s, evaluation batches plain `(x, y)`.
+
+    Args:
+        splits: the opened data (`lockstep.loading.open_data`).
+        layout: who computes which piece.
+        seed: the run's seed; order and augmentation follow from it.
+        num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
+            over its processes, 1 to 8.
+        resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.loading.resident`.
+        budget: bytes that this process may use of the GPU; None: what is free.
+        trains: whether `batch_size` was chosen for training; else for evaluation.
+
+    Attributes:
+        process: this process's number among `layout.world_size`; to be set before loaders are made.
+        plan: the training set's order.
+    """
+
+    def __init__(
+        self,
+        splits: Splits,
+        layout: Layout,
+        seed: int,
+        num_workers: int | None = None,
+        resident: bool | str = "auto",
+        budget: float | None = None,
+        trains: bool = True,
+    ) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have nothing to predict
+        self.splits = splits
+        self.layout = layout
+        self.num_workers = num_workers
+        self.resident = resident
+        self.budget = budget
+        self.trains = trains
+        self._placed: Splits | None = None
+        self.process = 0
+        self.order = DataOrder(len(splits.train), layout.batch_size, layout.pieces, seed)
+        self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._like: tuple[Any, Tensor | None] = None, None  # the module, and a parameter whose dtype images get
+
+    def setup(self, stage: str) -> None:
+        """Before loaders are made: sets in memory go to the GPU, where there is one."""
+        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        if self._placed is None and device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            self.put(device, free if self.budget is None else min(free, self.budget))
+            if self._placed is not self.splits and self.process == 0:
+                LOG.info("sets in memory lie on the GPU")
+
+    def put(self, device: torch.device, free: float) -> None:
+        """Puts what `resident` says on `device`, which has `free` bytes; loaders that are made later fetch there."""
+        self._placed = place(self.splits, device, self.resident, free)
+
+    # --- loaders ---
+
+    def _set(self, split: str) -> Any:
+        return getattr(self._placed or self.splits, split)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        dataset = StepDataset(self._set("train"), self.order, self.layout, self.process, self.splits.augment)
+        taken = lambda: 0 if self.trainer is None else self.trainer.global_step  # noqa: E731
+        sampler = StepSampler(self.order, taken, lambda: self.layout.pieces)
+        return self._loader(dataset, sampler, keep_workers=True)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.splits.val is None else self._evaluation("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._evaluation("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """The test set in its order; of several processes each has the run of samples that it evaluates, or none."""
+        return self._evaluation("test", least=0)
+
+    def stand_in(self, split: str) -> bool:
+        """Whether this process has no sample of `val` or `test` to evaluate. It then gets one all the same, so that it
+        joins every collective, and its result must be forgotten."""
+        return not self._chunks(getattr(self.splits, split))
+
+    def recut(self, step_batch: StepBatch, pieces: int) -> StepBatch:
+        """A step's share in another number of pieces, fetched again; it lies where the samples' loader puts it."""
+        layout = replace(self.layout, pieces=pieces)
+        dataset = StepDataset(self._set("train"), self.order, layout, self.process, self.splits.augment)
+        return dataset.__getitems__((*self.order.position(step_batch.step), pieces))
+
+    def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
+        dataset = self._set(split)
+        return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
+
+    def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
+        return own_chunks(len(dataset), self.layout, self.process, self.trains)
+
+    def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
+        resident = isinstance(base(dataset.dataset), Resident)
+        workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
+        if workers is None:
+            step_batch = cores() * self.layout.num_nodes // self.layout.world_size
+            workers = max(1, min(8, step_batch)) if streams(dataset.dataset) else 0
+        return Loader(
+            dataset,
+            batch_sampler=at,
+            num_workers=workers,
+            collate_fn=_same,
+            pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
+            persistent_workers=keep_workers and workers > 0,
+            # Python 3.14 would start them from a server, which `set_parent_death_signal` takes for a dead parent
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+            # its own, since iterating draws a number: from the global one that would move what comes after
+            generator=torch.Generator().manual_seed(self.order.seed),
+            worker_init_fn=partial(_as_loader, os.getpid()),
+        )
+
+    # --- on the device ---
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(batch, StepBatch):
+            return batch if device.type == "cpu" else batch.to(device, non_blocking=True)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """An evaluation batch as the module sees it; a module's own hook of this name comes last, as in training."""
+        if isinstance(batch, StepBatch):
+            return batch
+        module = self._module()
+        ready = self._ready(batch)
+        return ready if module is None else module.on_after_batch_transfer(ready, dataloader_idx)
+
+    def finish(self, micro_batch: MicroBatch) -> Any:
+        """The batch that `training_step` sees, but for what the module does to it: `x` [n, C, H, W] augmented and
+        normalised, in the module's floating dtype, and what the dataset gives beside it (`y`, int64 [n])."""
+        return self._ready(micro_batch.batch, micro_batch.draws)
+
+    def _ready(self, batch: Any, draws: Tensor | None = None) -> Any:
+        if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):
+            return batch  # a dict, say: its module knows what to do with it
+        x, *rest = batch
+        if draws is not None:
+            x = self.splits.augment(x, draws)
+        if x.dtype == torch.uint8:
+            x = self._normalise(x, self._dtype())
+        elif x.is_floating_point():
+            x = x.to(self._dtype())
+        return (x, *rest)
+
+    def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        key = images.device, dtype
+        if key not in self._scales:
+            moments = self.splits.spec.mean, self.splits.spec.std
+            mean, std = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in moments)
+            self._scales[key] = (1 / (255 * std)).to(*key), (-mean / std).to(*key)
+        scale, shift = self._scales[key]
+        # Two roundings: a fused one would depend on where in the batch a pixel lies (vector body or scalar tail).
+        return images.to(dtype).mul_(scale).add_(shift)
+
+    def _module(self) -> pl.LightningModule | None:
+        return self.trainer.lightning_module if self.trainer is not None else None
+
+    def _dtype(self) -> torch.dtype:
+        module = self._module()
+        if module is not self._like[0]:  # a walk over its layers takes longer than the rest of `finish`
+            parameters = () if module is None else module.parameters()
+            self._like = module, next((p for p in parameters if p.is_floating_point()), None)
+        like = self._like[1]
+        return torch.get_default_dtype() if like is None else like.dtype
+
+
+def _as_loader(parent: int, worker: int) -> None:
+    """Who asks the whole process group to end must not end the loader processes: the step under way needs them. But
+    they end with the process that they load for: they hold its connections to other ranks open."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _excepthook
+    set_parent_death_signal(parent)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The thread that hands tensors over says so when who should take them is gone; that is no news."""
+    if not issubclass(kind, ConnectionError):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _same(batch: Any) -> Any:
+    return batch

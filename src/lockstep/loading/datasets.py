@@ -1,0 +1,163 @@
+"""What a data set is to the rest: splits, what their images are, and how a batch is fetched from them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+
+from lockstep.arithmetic.order import hash64
+from lockstep.loading.augment import Augment
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a model must know of the images.
+
+    Attributes:
+        channels: 1 (grey) or 3 (RGB), usually.
+        image_size: height and width in pixels.
+        classes: names, in the order of the labels.
+        mean: per channel, of pixels in 0..1; uint8 images are normalised with it on the device; float ones, which the
+            data set has normalised itself, are shown by it.
+        std: likewise.
+    """
+
+    channels: int
+    image_size: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        # a checkpoint holds them, and takes no numbers and texts of numpy's
+        for name in ("channels", "image_size"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name, kind in (("classes", str), ("mean", float), ("std", float)):
+            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
+
+    Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
+    `train` is held out; where `test` is None, nothing is tested.
+    """
+
+    train: Any
+    test: Any
+    spec: Spec
+    val: Any = None
+
+
+@dataclass(frozen=True)
+class Splits:
+    """An opened data set, ready to be cut into steps.
+
+    Attributes:
+        train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
+        fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+    spec: Spec
+    fingerprint: str
+    augment: Augment = field(default_factory=Augment)
+
+
+class ArrayDataset:
+    """A data set in memory. A batch is one gather, not a Python call per sample.
+
+    Args:
+        images: uint8 [N, C, H, W].
+        labels: [N], kept as int64.
+    """
+
+    def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images and {len(labels)} labels")
+        # numpy, not torch, does the work here: the parent opens data, and must not run torch's parallel operations
+        self.images = torch.from_numpy(np.ascontiguousarray(images))
+        self.labels = torch.from_numpy(labels.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
+        index = torch.as_tensor(ids, dtype=torch.int64)
+        # copies image by image; indexing with [...] copies byte by byte and takes five times as long
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(repr(tuple(self.images.shape)).encode())
+        for tensor in (self.images, self.labels):
+            digest.update(tensor.numpy().reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+
+def fingerprint(dataset: Any) -> str:
+    """SHA-256 of what a dataset holds, where it can tell by a method `fingerprint`; else of its type and length."""
+    if type(dataset) is Subset:
+        ids = np.asarray(dataset.indices, dtype=np.int64).tobytes()
+        return hashlib.sha256(ids + fingerprint(dataset.dataset).encode()).hexdigest()
+    if hasattr(dataset, "fingerprint"):
+        return str(dataset.fingerprint())
+    return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
+
+
+def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
+    """The collated samples `ids` of a map-style dataset.
+
+    Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
+    worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
+    Where `__getitems__` returns something else than a list, that is the batch, and draws from its first sample's.
+    """
+    while type(dataset) is Subset:
+        dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
+    batched = hasattr(dataset, "__getitems__")
+    if batched and type(dataset).__module__.startswith(("lockstep.loading.", "project.data.")):  # which draw nothing
+        found = dataset.__getitems__(ids)
+        return default_collate(found) if isinstance(found, list) else found
+    items = []
+    with _random_state_kept():
+        for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
+            random.seed(key)
+            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
+            torch.random.default_generator.manual_seed(key >> 1)
+            found = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
+            if not isinstance(found, list):
+                return dataset.__getitems__(ids)
+            items += found
+    return default_collate(items)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])

@@ -1,0 +1,72 @@
+"""Sets in memory, put on the GPU once: batches are then gathered there, and what travels are the samples' ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading.datasets import ArrayDataset, Ids, Splits
+
+PART = 4  # auto: the sets take a quarter of the free memory at most, the step needs the rest
+MIB = 1 << 20
+
+
+class Resident(ArrayDataset):
+    """A set in memory whose images and labels lie on `device`. A batch is gathered there, and has the same bits."""
+
+    def __init__(self, dataset: ArrayDataset, device: torch.device) -> None:
+        self.images, self.labels = dataset.images.to(device), dataset.labels.to(device)
+
+    def __getitems__(self, ids: Sequence[int] | Ids) -> tuple[Tensor, Tensor]:
+        index = torch.as_tensor(ids, dtype=torch.int64)
+        if self.images.is_cuda:  # from page-locked memory, else the host would wait for the copy
+            index = index.pin_memory().to(self.images.device, non_blocking=True)
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
+
+
+def place(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:
+    """The splits with their sets in memory on `device`, each once; others stay where they are.
+
+    Only plain `ArrayDataset`s are moved: what a class of the user's own does with its arrays is not known.
+
+    Args:
+        choice: `resident` of the config: false, auto (what fits into a part of what is free), true (whatever fits).
+        free: bytes that may be used on the device.
+
+    Raises:
+        Refusal: true, and nothing is in memory, or it does not fit.
+    """
+    if choice is False:
+        return splits
+    parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
+    held = {id(base(part)): base(part) for part in parts.values() if type(base(part)) is ArrayDataset}
+    size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in held.values())
+    if choice is True and not held:
+        raise Refusal("resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
+    if choice is True and size > free:
+        raise Refusal(
+            f"resident=true: the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free; resident=auto"
+        )
+    if choice == "auto" and size > free / PART:
+        return splits
+    there: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in held.items()}
+    return replace(splits, **{name: _moved(part, there) for name, part in parts.items()})
+
+
+def base(dataset: Any) -> Any:
+    """What lies below subsets; a class of the user's own, which may transform its samples, is none."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _moved(dataset: Any, there: dict[int, Any]) -> Any:
+    if type(dataset) is Subset:
+        return Subset(_moved(dataset.dataset, there), dataset.indices)
+    return there.get(id(dataset), dataset)

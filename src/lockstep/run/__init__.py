@@ -1,0 +1,1 @@
+"""One run, from a checked config to its summary."""

@@ -1,0 +1,146 @@
+"""Tests a checkpoint on any layout, as a run of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
+from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.launch import logs
+from lockstep.launch.group import agree
+from lockstep.loading import Spec, Splits
+from lockstep.run import checks, fast, resume
+from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
+from lockstep.run.config import Config, check
+from lockstep.run.record import RunRecord
+from lockstep.run.targets import must_be_named
+
+DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
+NAMED = 5  # classes or files that a message names
+CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
+VALUES = ("seed", "lr", "data_dir")
+
+
+def find_checkpoint(raw: Mapping[str, Any]) -> Path:
+    """What `checkpoint` means: a file; of a run folder the best checkpoint, else the last; `last`: that of the newest
+    run in `outputs`.
+
+    Raises:
+        CheckpointError: there is none.
+        Refusal: it is no text, or no run has one.
+    """
+    path = checks.text("checkpoint", raw["checkpoint"])
+    if not path or isinstance(raw["checkpoint"], bool):
+        raise Refusal(f"checkpoint={checks.show(raw['checkpoint'])}: must be a .ckpt file, a run folder, or last")
+    if path == "last":
+        outputs = Path(checks.folder("outputs", raw["outputs"]))
+        path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return folder
+    for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt"):
+        if (folder / name).exists():
+            return folder / name
+    raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """What Lockstep has recorded in a checkpoint: config, spec, fingerprint.
+
+    Raises:
+        CheckpointError: the file can't be used, or was not written by Lockstep.
+    """
+    recorded = checkpoint_io.load(path).get("lockstep")
+    if not isinstance(recorded, dict) or "config" not in recorded:
+        raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
+    return recorded
+
+
+def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:
+    """The config of an evaluation: model and data set from the checkpoint's record, its options and the data's folder
+    too unless `raw` has others, everything else from `raw`.
+
+    Raises:
+        CheckpointError: the record lacks something.
+        Refusal: a value in `raw`, or a key there that the record decides; or the record names what the user's own
+            config doesn't, see `must_be_named`.
+    """
+    for key in DECIDED:
+        if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
+            raise Refusal(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
+    trained = record["config"] if isinstance(record["config"], Mapping) else {}
+    if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
+        raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
+    kept = {key: trained[key] for key in VALUES}
+    if raw.get("data_dir") is not None:
+        kept["data_dir"] = raw["data_dir"]
+    for group in CARRIED:
+        carried, given = (checks.optional_node(group, source.get(group)) for source in (trained, raw))
+        if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
+            must_be_named(path, group, carried, given)
+            given = {**carried, **given}
+        kept[group] = given
+    return check({**raw, **kept, "checkpoint": str(path)}, even=False)
+
+
+def misfit(config: Config, error: RuntimeError) -> Refusal:
+    """What torch says of weights that are not those of the model."""
+    reason = " ".join(str(error).split())[:200]
+    return Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})")
+
+
+def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
+    """Compares the images that are to be tested on with those that a checkpoint was trained on.
+
+    Raises:
+        Refusal: other channels, other classes, or these in another order.
+    """
+    if not record.get("spec"):
+        return
+    before = Spec(**record["spec"])
+    if before.channels != spec.channels:
+        raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
+    if list(before.classes) != list(spec.classes):
+        only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
+        odd = [f"only {one} has {some(sorted(classes))}" for one, classes in only.items() if classes]
+        raise Refusal(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    """Tests in this worker; returns the summary. Every worker of the layout calls it.
+
+    Raises:
+        Refusal: the data set has no test images.
+    """
+    if splits.test is None:
+        raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
+    started = time.perf_counter()
+    rank = int(os.environ.get("RANK", "0"))
+    logs.configure(folder, rank)
+    fast.set_up(config.layout, config.threads, config.allocator)
+    module = make_module(config, splits)
+    data = make_data(config, splits, rank)
+    trainer = make_trainer(
+        config, folder, [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
+    )
+    run = RunRecord(config, splits, folder, trainer, started)
+    try:
+        trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        raise misfit(config, error) from error
+    run.fitted()
+    run.tested()
+    return run.finish("completed", None)

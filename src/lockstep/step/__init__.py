@@ -1,0 +1,1 @@
+"""One optimizer step from its pieces: micro-batches, the loop, gradients, BatchNorm, strategies."""

@@ -1,0 +1,126 @@
+"""What a loader yields: one process's share of one optimizer step, turn by turn.
+
+Plain classes with slots: Lightning moves batches with `apply_to_collection`, which deep-copies dataclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from numpy.typing import NDArray
+from torch import Tensor
+
+Move = Callable[[Tensor], Tensor]
+
+
+class MicroBatch:
+    """One forward and backward pass of one process: a piece, or under dp a piece per device.
+
+    Attributes:
+        batch: the collated samples as the dataset has them; images are `(uint8 [n, C, H, W], int64 [n])`.
+        ids: the samples' ids in the training set, int64 [n]. They stay on the host.
+        draws: uniforms in [0, 1) that augmentation is driven by, float32 [n, k]; None without augmentation.
+        devices: for each piece, the device that computes it (its number over all nodes).
+        pieces: the pieces' numbers in the step. `batch` holds them one after the other.
+        sizes: for each piece its samples, 1 or more.
+    """
+
+    __slots__ = ("batch", "devices", "draws", "ids", "pieces", "sizes")
+
+    def __init__(
+        self,
+        batch: Any,
+        ids: NDArray[np.int64],
+        draws: Tensor | None,
+        devices: tuple[int, ...],
+        pieces: tuple[int, ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.batch = batch
+        self.ids = ids
+        self.draws = draws
+        self.devices = devices
+        self.pieces = pieces
+        self.sizes = sizes
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """A turn whose tensors lie on `device`; from page-locked memory where nobody waits."""
+        locks = non_blocking and torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            if locks and not tensor.is_cuda and not tensor.is_pinned():
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return self._moved(move)
+
+    def pin_memory(self) -> MicroBatch:
+        """A turn whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Move) -> MicroBatch:
+        batch = apply_to_collection(self.batch, Tensor, move)
+        draws = None if self.draws is None else move(self.draws)
+        return MicroBatch(batch, self.ids, draws, self.devices, self.pieces, self.sizes)
+
+
+class StepBatch:
+    """What one process computes of one optimizer step.
+
+    Attributes:
+        micro_batches: those that have a sample; none where the step has fewer samples than processes.
+        samples: samples of the whole step, over all processes.
+        num_nonempty: pieces of the whole step that have a sample.
+        num_pieces: pieces that the whole step was cut into.
+        epoch: 0-based.
+        step: the optimizer step since the run began, 0-based.
+        all_ranks_have_data: whether every process has a sample in this step.
+    """
+
+    __slots__ = ("all_ranks_have_data", "epoch", "micro_batches", "num_nonempty", "num_pieces", "samples", "step")
+
+    def __init__(
+        self,
+        micro_batches: list[MicroBatch],
+        samples: int,
+        num_nonempty: int,
+        epoch: int,
+        step: int,
+        all_ranks_have_data: bool,
+        num_pieces: int,
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.samples = samples
+        self.num_nonempty = num_nonempty
+        self.epoch = epoch
+        self.step = step
+        self.all_ranks_have_data = all_ranks_have_data
+        self.num_pieces = num_pieces
+
+    @property
+    def num_local_samples(self) -> int:
+        """Samples that this process computes."""
+        return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        """A share whose tensors lie on `device`."""
+        return self._with([micro_batch.to(device, non_blocking) for micro_batch in self.micro_batches])
+
+    def pin_memory(self) -> StepBatch:
+        """A share whose tensors lie in page-locked memory."""
+        return self._with([micro_batch.pin_memory() for micro_batch in self.micro_batches])
+
+    def _with(self, micro_batches: list[MicroBatch]) -> StepBatch:
+        return StepBatch(
+            micro_batches,
+            self.samples,
+            self.num_nonempty,
+            self.epoch,
+            self.step,
+            self.all_ranks_have_data,
+            self.num_pieces,
+        )

@@ -1,0 +1,108 @@
+"""BatchNorm's running statistics of a step: the mean over its pieces, each started from the step's beginning.
+
+Left alone, a layer would apply its momentum once per piece on one device and once per step on many, and ranks would
+drift apart. The mean over the pieces is the same on every layout, and for one piece it is what torch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.arithmetic.exact import ExactSum, alone
+from lockstep.step.gradients import all_reduce
+
+
+def statistics(module: nn.Module) -> dict[str, Any]:
+    """A module's normalisation layers with running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(getattr(layer, "running_mean", None), Tensor)
+        and hasattr(layer, "num_batches_tracked")  # FrozenBatchNorm2d counts nothing
+    }
+
+
+class BatchNormStats:
+    """Keeps the running statistics of all normalisation layers of a module in step.
+
+    Args:
+        module: the LightningModule.
+        strategy: the trainer's strategy; `strategy.piece_buffers` tells what each piece of a turn left.
+        processes: worker processes over all nodes.
+        exact: the mean does not depend on the order of the pieces.
+    """
+
+    def __init__(self, module: nn.Module, strategy: Any, world_size: int, exact: bool = False) -> None:
+        layers, kinds = statistics(module), ("running_mean", "running_var")
+        self.layers: list[Any] = list(layers.values())
+        self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
+        self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
+        self.counted = [layer for layer in self.layers if layer.num_batches_tracked is not None]
+        self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.counted]
+        self.strategy = strategy
+        self.world_size = world_size
+        self.active = False
+        self.start: list[Tensor] = []
+        self.start_counts: list[Tensor] = []
+        self.total: list[Tensor] = []
+        self.counts: list[Tensor] = []
+        # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
+        self.exact = ExactSum(self.buffers, floor=0) if exact else None
+
+    def begin(self, step_batch: Any) -> None:
+        """Remembers where the step starts. One piece on one process needs none of this."""
+        alone = step_batch.num_nonempty == 1 and self.world_size == 1 and not self.strategy.copies_buffers
+        self.active = bool(self.buffers) and not alone
+        if self.active:
+            self.start = [buffer.clone() for buffer in self.buffers]
+            self.start_counts = [counter.clone() for counter in self.counters]
+            self.counts = [now + layer.training for now, layer in zip(self.counters, self.counted, strict=True)]
+            if self.exact is not None:
+                self.exact.begin()
+            else:
+                self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
+
+    def before(self, micro_batch: Any) -> None:
+        """Puts the step's beginning back before a turn."""
+        if self.active:
+            torch._foreach_copy_(self.buffers, self.start)
+            if self.counters:  # `momentum=None` weighs a piece by them
+                torch._foreach_copy_(self.counters, self.start_counts)
+
+    def after(self, micro_batch: Any) -> None:
+        """Adds what a turn's pieces left."""
+        if self.active:
+            for buffers in self.strategy.piece_buffers(self.names, self.buffers):
+                if self.exact is not None:
+                    self.exact.add(buffers)
+                else:
+                    torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in buffers])
+
+    def finish(self, step_batch: Any) -> None:
+        """The mean over the step's pieces, on every process."""
+        if not self.active:
+            return
+        if self.exact is not None:
+            self.total = self.exact.total(all_reduce if self.world_size > 1 else alone, step_batch.num_nonempty)
+        else:
+            if self.world_size > 1:
+                flat = torch.cat([total.flatten() for total in self.total])
+                dist.all_reduce(flat)
+                parts = flat.split([total.numel() for total in self.total])
+                self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
+            torch._foreach_div_(self.total, step_batch.num_nonempty)
+        for at, layer in enumerate(self.layers):
+            if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
+                self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
+        torch._foreach_copy_(self.buffers, self.total)
+        if self.counters:
+            torch._foreach_copy_(self.counters, self.counts)
+
+
+def _wide(buffer: Tensor) -> torch.dtype:
+    """What statistics are summed in: half precision would round at each piece."""
+    return torch.promote_types(buffer.dtype, torch.float32)

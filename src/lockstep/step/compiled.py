@@ -1,0 +1,136 @@
+"""`compile`: a module's networks are compiled by torch for training, in place; evaluation runs them as they are.
+
+So one shape is compiled, the piece's (and that of an epoch's short tail), and what is tested or exported is the network
+that the checkpoint names: names of weights, checkpoints and `exact` stay. Shapes are never dynamic: which kernel runs
+would depend on what came before. Dropout draws what it draws uncompiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.scratch import outside
+from lockstep.launch.watchdog import compiling
+from lockstep.run.checks import show
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch import nn
+
+GRAPHS = {"reduce-overhead": "true", "max-autotune": "max-autotune-no-cudagraphs"}  # and what does without
+MODES = ("default", "max-autotune-no-cudagraphs", *GRAPHS)
+SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
+
+
+def mode(key: str, value: Any) -> str | None:
+    """torch.compile's mode, None for false."""
+    if isinstance(value, bool):
+        return "default" if value else None
+    if value not in MODES:
+        raise Refusal(f"{key}={show(value)}: must be true, false, or a mode of torch.compile: {', '.join(MODES)}")
+    return str(value)
+
+
+def must_work(values: Mapping[str, Any]) -> None:
+    """Checks what goes with `compile`; `values` are the config's, checked one by one.
+
+    Raises:
+        Refusal: something does not, or this machine has no compiler.
+    """
+    found = values["compile"]
+    if found is None:
+        return
+    asked = f"compile={'true' if found == 'default' else found}"
+    if values["strategy"]["name"] == "dp":
+        raise Refusal(f"{asked}: strategy=dp gives a network other devices' weights, a compiled one has its own; ddp")
+    if values["strategy"]["sync_batchnorm"]:
+        raise Refusal(f"{asked}: strategy.sync_batchnorm=true waits for other ranks inside a network; leave one out")
+    if found in GRAPHS and values["accelerator"] == "cpu":
+        raise Refusal(f"{asked}: CUDA graphs need a GPU; compile={GRAPHS[found]} does without them")
+    if found in GRAPHS and values["accumulate_grad_batches"] == "auto":
+        raise Refusal(
+            f"accumulate_grad_batches=auto: CUDA graphs don't give memory back, so not with {asked}; compile=true"
+        )
+    if found.startswith("max-autotune") and values["exact"]:
+        raise Refusal(f"{asked} chooses kernels by their speed, so not with exact=true; compile=true")
+    if values["memory_budget"] and values["accelerator"] == "cpu":
+        raise Refusal(f"memory_budget on a CPU counts tensors, and {asked} hides them: leave one of the two out")
+    if reason := _lacking(values["accelerator"]):
+        raise Refusal(f"{asked} needs {reason}")
+
+
+def _lacking(accelerator: str) -> str | None:
+    """What this machine lacks to compile: otherwise torch would tell in the first step, on a page."""
+    if accelerator == "gpu":
+        if find_spec("triton") is None:
+            return "triton, which is not installed: pip install triton"
+        kind, key, usual = "C", "CC", ["gcc", "clang"]  # as triton looks for it
+    else:
+        kind, key, usual = "C++", "CXX", [{"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")]
+    named = shlex.split(os.environ.get(key, ""))[:1] or usual
+    if not any(map(shutil.which, named)):
+        return f"a {kind} compiler, and there is no {' or '.join(named)} on the PATH; {key} names another"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.is_file() else f"Python's headers, {headers} (the package python3-dev, say)"
+
+
+def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None:
+    """Compiles the networks of a module, each in its first pass in training. The kernels are kept for later runs.
+
+    Args:
+        mode: torch.compile's.
+        exact: no choice is made by timing.
+
+    Raises:
+        Refusal: there is no network.
+    """
+    found = list(networks(module))
+    if not found:
+        raise Refusal(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
+    with outside():  # else kernels, and headers that take 10 s to prepare, would go where the run's own files go
+        import torch._dynamo
+        import torch._inductor.codecache
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
+        most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
+        setattr(torch._dynamo.config, limit, most)
+    torch._dynamo.on_compile_start(lambda _: compiling(True))
+    torch._dynamo.on_compile_end(lambda _: compiling(False))
+    options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
+    for network in found:
+        network.compile(options=options, dynamic=False)
+        network._compiled_call_impl = partial(_in_training, network, network._compiled_call_impl)
+
+
+def networks(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that have parameters; of a list or dict of modules, which is never called itself, its members."""
+    from torch import nn
+
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from networks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a network of the module is."""
+    return any(network._compiled_call_impl is not None for network in networks(module))
+
+
+def _in_training(network: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    return (compiled if network.training else network._call_impl)(*args, **kwargs)

@@ -1,0 +1,128 @@
+"""A gradient that is not finite: named with its step and samples, and stopped or skipped on all ranks alike."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.arithmetic.layout import listed
+
+LOG = logging.getLogger("lockstep")
+ADVICE = "nonfinite=skip would leave such steps out"
+LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow
+
+
+class NonFinite(Exception):
+    """The gradient of a step is not finite. The message names the step and the samples."""
+
+
+class FiniteGradientCheck:
+    """Looks at each step's gradient after all sums: every rank holds the same one, so all decide alike.
+
+    To skip a step, the host must know before the weights change. To stop, it may know a step later, so that nobody
+    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
+
+    Args:
+        policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
+        processes: worker processes over all nodes.
+        later: whether to know a step later; None: under `stop`, on a GPU.
+    """
+
+    def __init__(self, policy: str, world_size: int, later: bool | None = None) -> None:
+        self.policy = policy
+        self.world_size = world_size
+        self.later = later
+        self.scaler: torch.amp.GradScaler | None = None  # it finds its scale by infinities, and skips those steps
+        self._asked: tuple[Tensor, Any, Any, list[tuple[Tensor, int]]] | None = None
+
+    def look(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, step_batch: Any, losses: list[tuple[Tensor, int]]
+    ) -> bool:
+        """To be called between a step's last sum and its optimizer step. Returns whether the step is skipped.
+
+        Raises:
+            NonFinite: under `stop`, for this step or the one before.
+        """
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return False
+        if self.later or (self.later is None and self.policy == "stop" and gradients[0].is_cuda):
+            self.settle()
+            finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
+            self._asked = *_on_its_way(finite), step_batch, losses
+            return False
+        sums = [g.sum() for g in gradients]
+        if math.isfinite(sum(torch.stack(sums).tolist() if sums[0].is_cuda else [each.item() for each in sums])):
+            return False
+        names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        if not names:  # only the sum overflowed
+            return False
+        message = self._message(step_batch, losses, f" ({listed(names, 1)})")
+        if message is None:
+            return False
+        if self.policy == "stop":
+            raise NonFinite(f"{message}; {ADVICE}")
+        LOG.warning("%s; skipped", message)
+        if self.scaler is not None:  # it looks itself, and needs something to look at
+            return True
+        for parameter in module.parameters():
+            parameter.grad = None
+        return True
+
+    def settle(self) -> None:
+        """Waits for what is known later.
+
+        Raises:
+            NonFinite: the last step's gradient was not finite.
+        """
+        if self._asked is None:
+            return
+        (finite, event, step_batch, losses), self._asked = self._asked, None
+        if event is not None:
+            event.synchronize()
+        if not bool(finite) and (message := self._message(step_batch, losses)) is not None:
+            raise NonFinite(f"{message}; {ADVICE}")
+
+    def _message(self, step_batch: Any, losses: list[tuple[Tensor, int]], where: str = "") -> str | None:
+        """What is wrong; None: a loss scaler will find a scale at which nothing is.
+
+        Raises:
+            NonFinite: it has found none, so that no step trains anything any more.
+        """
+        samples = self._samples(step_batch, losses)
+        wrong = f"step {step_batch.step + 1}: the gradient is not finite{where}; {samples or 'every loss was finite'}"
+        if self.scaler is None or samples:
+            return wrong
+        if self.scaler.get_scale() < LEAST_SCALE:
+            raise NonFinite(f"{wrong}, at a loss scale of {self.scaler.get_scale():.1g} too; precision=bf16-mixed")
+        return None
+
+    def _samples(self, step_batch: Any, losses: list[tuple[Tensor, int]]) -> str:
+        micro_batches = [
+            micro_batch
+            for micro_batch, (loss, _) in zip(step_batch.micro_batches, losses, strict=True)
+            if not bool(loss.isfinite())
+        ]
+        found = [int(sample) for micro_batch in micro_batches for sample in micro_batch.ids]
+        if self.world_size > 1:
+            parts: list[Any] = [None] * self.world_size
+            dist.all_gather_object(parts, found)
+            found = [sample for part in parts for sample in part]
+        if not found:
+            return ""
+        return f"loss of the samples {listed(found, 8)} of the training set"
+
+
+def _on_its_way(flag: Tensor) -> tuple[Tensor, Any]:
+    """A copy of a flag on the host, and the event after which it is there; None: it is."""
+    if not flag.is_cuda:
+        return flag, None
+    there = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(flag.device))
+    return there, event

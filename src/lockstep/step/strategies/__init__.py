@@ -1,0 +1,28 @@
+"""How a step reaches its devices: Lightning's strategies, and what they lack for steps in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.arithmetic.layout import Layout
+
+
+def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
+    """The Lightning strategy of a layout; `options` is the checked `strategy` group of the config."""
+    if layout.strategy == "ddp":
+        from lockstep.step.strategies.ddp import DistributedDataParallel
+
+        return DistributedDataParallel(options["compression"], options["sync_batchnorm"])
+    kind = "cuda" if layout.accelerator == "gpu" else "cpu"
+    if layout.strategy == "dp":
+        from lockstep.step.strategies.dp import DataParallel
+
+        devices = [
+            torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in range(layout.devices)
+        ]
+        return DataParallel(devices, apart=layout.exact)
+    from lockstep.step.strategies.single import SingleDevice
+
+    return SingleDevice(device=torch.device(kind, 0) if kind == "cuda" else torch.device(kind))

@@ -1,0 +1,186 @@
+"""`strategy=dp`: one process that scatters each forward pass over several devices (Lightning dropped it in 2.0).
+
+`training_step` sees the whole micro-batch, so its loss is right for chunks of any size, and metrics live in one place.
+Only `forward` is scattered: a piece per device, each with its own dropout mask and its own BatchNorm batch. Devices
+are CUDA devices, or logical ones on the CPU, so that the same code is tested without a GPU.
+
+torch.nn.DataParallel replicates the module and runs replicas in threads, in which autocast's dtype, random state and
+logging go astray. Here `torch.func.functional_call` runs the one module with each device's copies of its tensors, from
+one thread: CUDA kernels of different devices overlap all the same, because launching them does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.step.batch_norm import statistics
+from lockstep.step.strategies.single import StateMixin, now, seed_device
+
+UNTOLD = ("running_mean", "running_var")  # torch's kernels change these without a new version
+
+
+class DataParallel(StateMixin, SingleDeviceStrategy):
+    """One process, several devices.
+
+    Args:
+        devices: the devices in the order in which a step's pieces are dealt to them; the first one holds the module.
+        apart: each piece's gradient is kept by itself, for exact sums.
+    """
+
+    copies_buffers = True
+
+    def __init__(self, devices: list[torch.device], apart: bool = False) -> None:
+        super().__init__(device=devices[0])
+        self.devices = devices
+        self.apart = apart
+        self.seconds: dict[int, float] | None = None  # of each device's last forward pass, where somebody asks
+        self._leaves: list[dict[str, Tensor]] = []
+        self._turn: tuple[Any, list[int]] | None = None
+        self._buffers: list[dict[str, Tensor]] = []
+        self._scattered = False
+
+    @contextmanager
+    def micro_batch(self, micro_batch: Any, seeds: list[int]) -> Iterator[None]:
+        """Scatters the forward pass inside over the turn's pieces."""
+        module: Any = self.lightning_module
+        self._turn, self._scattered, self._buffers, self._leaves = (micro_batch, seeds), False, [], []
+        plain = module.forward
+        module.forward = self._scatter(plain)
+        try:
+            yield
+        finally:
+            del module.forward
+            self._turn = None
+        if not self._scattered:
+            raise RuntimeError(
+                "strategy=dp scatters forward(): training_step must call self(x), not a layer of its own"
+            )
+
+    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: Any, seeds: list[int]) -> Any:
+        """A turn's batch, of which each piece has been changed by itself, on the first device."""
+        changed, start = [], 0
+        for seed, size in zip(seeds, micro_batch.sizes, strict=True):
+            seed_device(seed, self.root_device)
+            changed.append(change(_slice(batch, start, size, sum(micro_batch.sizes), self.root_device)))
+            start += size
+        return _gather(changed, self.root_device)
+
+    def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
+        """What each piece of the turn just computed left in the named buffers, on the first device."""
+        return [[found[name].to(self.root_device) for name in names] for found in self._buffers]
+
+    def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
+        """The gradient of each piece of the turn just computed, on the first device.
+
+        Raises:
+            Refusal: the loss depends on a parameter in another way too, of which no piece has a part.
+        """
+        module: Any = self.lightning_module
+        past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
+        if past:
+            raise Refusal(
+                f"strategy=dp exact=true: training_step uses {listed(past)} outside of forward(), where gradients of "
+                "single pieces can't be told apart: use it inside, or strategy=ddp"
+            )
+        names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        found = [[leaves[name].grad for name in names] for leaves in self._leaves]
+        return [[None if g is None else g.to(self.root_device) for g in gradients] for gradients in found]
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """There is one process only."""
+        return nullcontext()
+
+    def _scatter(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        module: Any = self.lightning_module
+        # detached copies would lose their gradients, so parameters go to other devices inside the graph
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        averaged = {f"{name}.{own}" for name, layer in statistics(module).items() for own in layer._buffers}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            assert self._turn is not None
+            micro_batch, seeds = self._turn
+            if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
+                raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
+            self._scattered = True
+            outputs: list[Any] = []
+            start = 0
+            scattering, module.forward = module.forward, plain
+            try:
+                for number, size in zip(micro_batch.devices, micro_batch.sizes, strict=True):
+                    device = self.devices[number]
+                    tensors = {name: parameter.to(device, non_blocking=True) for name, parameter in parameters.items()}
+                    if self.apart:
+                        tensors = {
+                            name: t.detach().requires_grad_(parameters[name].requires_grad)
+                            for name, t in tensors.items()
+                        }
+                        self._leaves.append(tensors)
+                    own = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
+                    self._buffers.append(own)
+                    started = 0.0 if self.seconds is None else now(device)
+                    seed_device(seeds[len(outputs)], device)
+                    piece_args, piece_kwargs = _slice((args, kwargs), start, size, sum(micro_batch.sizes), device)
+                    versions = {name: buffer._version for name, buffer in own.items() if name not in averaged}
+                    used = {**tensors, **own}  # buffers that are replaced are replaced in here
+                    outputs.append(functional_call(module, used, piece_args, piece_kwargs))
+                    for name, version in versions.items():  # the next piece goes on from there, as on one device
+                        if used[name] is not own[name]:
+                            buffers[name] = _replace(module, name, used[name].detach().to(self.root_device))
+                        elif own[name]._version != version or name.endswith(UNTOLD):
+                            buffers[name].copy_(own[name])
+                    start += size
+                    if self.seconds is not None:
+                        self.seconds[number] = now(device) - started
+            finally:
+                module.forward = scattering
+            return _gather(outputs, self.root_device)
+
+        return forward
+
+
+def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, buffer)
+    return buffer
+
+
+def _slice(value: Any, start: int, size: int, total: int, device: torch.device) -> Any:
+    """The samples `start` to `start + size` of every tensor that has `total` of them, on `device`."""
+    if isinstance(value, Tensor):
+        part = value[start : start + size] if value.dim() and value.shape[0] == total else value
+        return part.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _slice(part, start, size, total, device) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return _like(value, [_slice(part, start, size, total, device) for part in value])
+    return value
+
+
+def _like(example: Any, parts: list[Any]) -> Any:
+    """Parts as a list or tuple of the example's kind."""
+    return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+
+
+def _gather(outputs: list[Any], device: torch.device) -> Any:
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if len(outputs) == 1:
+            return first.to(device)
+        if not first.dim():
+            raise Refusal("strategy=dp: forward() returned one number for a whole piece: return something per sample")
+        return torch.cat([output.to(device) for output in outputs])
+    if isinstance(first, dict):
+        return {key: _gather([output[key] for output in outputs], device) for key in first}
+    if isinstance(first, list | tuple):
+        return _like(first, [_gather(list(parts), device) for parts in zip(*outputs, strict=True)])
+    raise TypeError(
+        f"strategy=dp can't gather a {type(first).__name__} from pieces: return tensors, or dicts or lists of them"
+    )

@@ -1,0 +1,7 @@
+"""Data sets. An opener returns a `lockstep.loading.Source`; conf/data/ names it."""
+
+from project.data.digits import digits, synthetic
+from project.data.files import cifar10, fashion_mnist, mnist
+from project.data.image_folder import ImageFiles, image_folder
+
+__all__ = ["ImageFiles", "cifar10", "digits", "fashion_mnist", "image_folder", "mnist", "synthetic"]

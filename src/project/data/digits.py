@@ -1,0 +1,86 @@
+"""Data sets that need no file: the digits that ship with scikit-learn, and made-up images."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import hash64
+from lockstep.loading.datasets import ArrayDataset, Source, Spec
+from lockstep.run.checks import whole
+
+DIGITS_SIZE = 28  # pixels, MNIST's
+
+
+def digits() -> Source:
+    """The 1,797 handwritten digits of 8 x 8 pixels that ship with scikit-learn (UCI's optical recognition test set),
+    enlarged to 28 x 28.
+
+    They come without a split. The test set here is fixed: of each class the 20% whose hash is smallest (359 images).
+    """
+    # Reading the file takes 0.1 s; importing scikit-learn for it would add 1.6 s to every start.
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise Refusal("digits: scikit-learn, which they ship with, is not installed")
+    table = np.loadtxt(Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz"), delimiter=",")
+    images = enlarge(table[:, :-1].reshape(-1, 8, 8).astype(np.int64), DIGITS_SIZE)[:, None]
+    labels = table[:, -1].astype(np.int64)
+    order = np.argsort(hash64(0xD161, np.arange(len(labels))), kind="stable")
+    test = np.zeros(len(labels), dtype=bool)
+    for label in range(10):
+        members = order[labels[order] == label]
+        test[members[: round(0.2 * len(members))]] = True
+    spec = Spec(1, DIGITS_SIZE, tuple("0123456789"), mean=(0.3056,), std=(0.3248,))
+    return Source(ArrayDataset(images[~test], labels[~test]), ArrayDataset(images[test], labels[test]), spec)
+
+
+def enlarge(images: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
+    """Bilinear enlargement of `[N, 8, 8]` images with values 0 to 16 to `[N, size, size]` in 0 to 255.
+
+    In whole numbers, so that every machine makes the same bytes (they are fingerprinted).
+    """
+    small = images.shape[-1]
+    # twice `size` times the position of each new pixel's centre among the old ones, kept between the outer centres
+    at = np.clip((2 * np.arange(size) + 1) * small - size, 0, 2 * size * (small - 1))
+    left = np.minimum(at // (2 * size), small - 2)
+    right_weight = at - left * 2 * size
+    weights = np.zeros((size, small), dtype=np.int64)
+    weights[np.arange(size), left] = 2 * size - right_weight
+    weights[np.arange(size), left + 1] = right_weight
+    rows = np.einsum("as,nst->nat", weights, images)
+    sums = np.einsum("bt,nat->nab", weights, rows)
+    whole_weight = 16 * (2 * size) ** 2
+    return ((sums * 255 + whole_weight // 2) // whole_weight).astype(np.uint8)
+
+
+def synthetic(
+    samples: int = 2000, channels: int = 1, image_size: int = 28, num_classes: int = 10, sample_seed: int = 0
+) -> Source:
+    """Made-up images that can be learnt: one part of a random pattern per class, three parts of noise.
+
+    Args:
+        samples: training images; there are a fifth as many test images.
+        sample_seed: what the images follow from. Not the run's seed, so that runs see the same data.
+    """
+    sizes = {"samples": samples, "channels": channels, "image_size": image_size, "num_classes": num_classes}
+    for name, value in sizes.items():
+        whole(2 if name == "num_classes" else 1)(f"data.{name}", value)
+    rng = np.random.default_rng(whole(0)("data.sample_seed", sample_seed))
+    pattern = rng.integers(0, 256, (num_classes, channels, image_size, image_size), dtype=np.uint8)
+
+    def make(count: int) -> ArrayDataset:
+        labels = np.arange(count) % num_classes
+        noise: NDArray[Any] = rng.integers(0, 256, (count, channels, image_size, image_size), dtype=np.uint8)
+        noise -= noise >> 2
+        noise += pattern[labels] >> 2
+        return ArrayDataset(noise, labels)
+
+    train = make(samples)
+    classes = tuple(map(str, range(num_classes)))
+    spec = Spec(channels, image_size, classes, mean=(0.5,) * channels, std=(0.23,) * channels)
+    return Source(train, make(max(num_classes, samples // 5)), spec)

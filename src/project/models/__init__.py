@@ -1,0 +1,8 @@
+"""Image classifiers: one plain LightningModule, and the nets that it trains."""
+
+from project.models.classifier import ImageClassifier
+from project.models.fast_cnn import FastCNN
+from project.models.mnist_cnn import MnistCNN
+from project.models.resnet18 import ResNet18
+
+__all__ = ["FastCNN", "ImageClassifier", "MnistCNN", "ResNet18"]

@@ -1,0 +1,40 @@
+"""The small convolution net of the MNIST examples, for images of any size from 10 x 10."""
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import nn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import fraction
+from project.models.classifier import ImageClassifier
+
+
+class MnistCNN(ImageClassifier):
+    """Two 5 x 5 convolutions of 20 channels, max-pool, 50 hidden units.
+
+    dropout is the probability that a hidden unit is dropped in training. Refusal: it is none below 1, or an image is
+    too small to convolve.
+    """
+
+    def __init__(self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **task: Any) -> None:
+        side = (image_size - 8) // 2  # each convolution takes 4 pixels, the pool halves
+        if side < 1:
+            raise Refusal(f"mnist_cnn needs images of at least 10 x 10 pixels, these are {image_size} x {image_size}")
+        fraction("model.dropout", dropout)
+        net = nn.Sequential(
+            OrderedDict(
+                conv1=nn.Conv2d(channels, 20, 5),
+                relu1=nn.ReLU(inplace=True),
+                conv2=nn.Conv2d(20, 20, 5),
+                relu2=nn.ReLU(inplace=True),
+                pool=nn.MaxPool2d(2),
+                flatten=nn.Flatten(),
+                hidden=nn.Linear(20 * side * side, 50),
+                relu3=nn.ReLU(inplace=True),
+                # Dropout(0) would draw random numbers all the same.
+                dropout=nn.Dropout(dropout) if dropout else nn.Identity(),
+                logits=nn.Linear(50, num_classes),
+            )
+        )
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)

@@ -1,0 +1,89 @@
+"""torchvision's ResNet18 for images of any size, channels and classes."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import choice, flag
+from project.models.classifier import ImageClassifier
+
+SMALL_STEM: dict[str, Any] = {"kernel_size": 3, "padding": 1}
+IMAGENET_STEM: dict[str, Any] = {"kernel_size": 7, "stride": 2, "padding": 3}
+
+
+class ResNet18(ImageClassifier):
+    """He et al., Deep Residual Learning, 2016.
+
+    stem: 'imagenet' (7 x 7, stride 2, max-pool), 'small' (3 x 3, stride 1) or 'auto', small up to 64 pixels.
+    norm: 'batch' or 'group', which normalises each sample by itself: no dependence on the number of pieces.
+    pretrained: start from torchvision's ImageNet weights; what does not fit (small stem, other classes) starts fresh.
+    Refusal: unknown choices, images too small for BatchNorm, pretrained weights that do not fit or can't be had.
+    """
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        stem: str = "auto",
+        norm: str = "batch",
+        pretrained: bool = False,
+        **task: Any,
+    ) -> None:
+        choice("auto", "small", "imagenet")("model.stem", stem)
+        choice("batch", "group")("model.norm", norm)
+        flag("model.pretrained", pretrained)
+        small = stem == "small" or (stem == "auto" and image_size <= 64)
+        least = 9 if small else 33
+        if norm == "batch" and image_size < least:
+            # The last feature map is 1 x 1, and there BatchNorm can't train on one sample, as a short tail may have.
+            raise Refusal(
+                f"resnet18 with norm=batch and the {'small' if small else 'imagenet'} stem needs images of at least "
+                f"{least} x {least} pixels, these are {image_size} x {image_size}: "
+                f"norm=group{'' if small else ' or stem=small'} takes them"
+            )
+        if pretrained and (channels != 3 or norm != "batch"):
+            raise Refusal(
+                f"pretrained=true needs channels=3 and norm=batch, as its weights have; these are {channels} and {norm}"
+            )
+        net = _resnet18(channels, num_classes, small, norm)
+        if pretrained:
+            _load_pretrained(net)
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+
+
+def _group_norm(channels: int) -> nn.Module:
+    """Wu and He, Group Normalization, 2018. No lambda: torchvision's net keeps it, and must still pickle."""
+    return nn.GroupNorm(min(32, channels), channels)
+
+
+def _resnet18(channels: int, num_classes: int, small: bool, norm: str) -> nn.Module:
+    from torchvision.models import resnet18  # two seconds that other models need not wait
+
+    net = resnet18(num_classes=num_classes, norm_layer=_group_norm if norm == "group" else None)
+    if small or channels != 3:
+        net.conv1 = nn.Conv2d(channels, 64, **(SMALL_STEM if small else IMAGENET_STEM), bias=False)
+        nn.init.kaiming_normal_(
+            net.conv1.weight, mode="fan_out", nonlinearity="relu"
+        )  # as torchvision draws the others
+    if small:
+        net.maxpool = nn.Identity()
+    return net
+
+
+def _load_pretrained(net: nn.Module) -> None:
+    from torchvision.models import ResNet18_Weights
+
+    weights = ResNet18_Weights.DEFAULT
+    path = os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
+    try:
+        found = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
+        reason = str(error).partition("\n")[0]
+        raise Refusal(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {path}") from error
+    own = net.state_dict()
+    net.load_state_dict({k: found[k] if k in found and found[k].shape == v.shape else v for k, v in own.items()})
