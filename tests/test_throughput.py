@@ -11,7 +11,8 @@ import pytest
 from plain import SIZE, STEPS, Clock, Counting, FakeShare, Loader, Plain, loaders, trainer_with
 from torch import Tensor
 
-from lockstep.callbacks import Checkpoint, Meter, split, throughput
+from lockstep.callbacks import Checkpoint, Meter, split
+from lockstep.callbacks import meter as throughput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
