@@ -1,4 +1,4 @@
-"""Small data sets, and DataModules on them without a Trainer."""
+"""Small data sets, and DataModules on them with what they ask of a Trainer."""
 
 from __future__ import annotations
 
@@ -46,14 +46,19 @@ def splits(train: Any, augment: Augment | None = None, evaluated: Any = None) ->
     return Splits(train, evaluated, evaluated, spec, "", augment or Augment())
 
 
-def module(data: Splits, on: Layout, process: int = 0, step: int = 0, seed: int = 3, workers: int = 0) -> DataModule:
-    made = DataModule(data, on, seed=seed, num_workers=workers)
-    made.process = process
-    made.trainer = SimpleNamespace(global_step=step, lightning_module=MODEL)  # type: ignore[assignment]
+def module(
+    data: Splits, on: Layout, rank: int = 0, step: int = 0, seed: int = 3, workers: int | None = 0, net: Any = MODEL
+) -> DataModule:
+    made = DataModule(data, on, seed, rank, num_workers=workers)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    made.trainer = SimpleNamespace(  # type: ignore[assignment]
+        global_step=step, lightning_module=net, strategy=strategy
+    )
+    made.setup("fit")
     return made
 
 
-def shares(made: DataModule) -> list[StepBatch]:
+def step_batches(made: DataModule) -> list[StepBatch]:
     return list(made.train_dataloader())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from small_data import arrays, layout, module, shares, splits
+from small_data import arrays, layout, module, splits, step_batches
 
 from lockstep.loading.augment import Augment
 
@@ -13,14 +13,13 @@ from lockstep.loading.augment import Augment
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_finish_normalises_in_the_modules_dtype(dtype: torch.dtype) -> None:
     dataset = arrays(30)
-    data = module(splits(dataset), layout(batch_size=8))
-    data.trainer.lightning_module = torch.nn.Linear(1, 1).to(dtype)  # type: ignore[union-attr, misc]
-    turn = shares(data)[0].micro_batches[0]
-    x, y = data.finish(turn)
-    wanted = (dataset.images[turn.ids].double() / 255 - 0.4) / 0.2
+    data = module(splits(dataset), layout(batch_size=8), net=torch.nn.Linear(1, 1).to(dtype))
+    micro_batch = step_batches(data)[0].micro_batches[0]
+    x, y = data.finish(micro_batch)
+    wanted = (dataset.images[micro_batch.ids].double() / 255 - 0.4) / 0.2
     assert x.dtype == dtype
     assert torch.allclose(x.double(), wanted, atol={torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 3e-2))
-    assert torch.equal(y, dataset.labels[turn.ids])
+    assert torch.equal(y, dataset.labels[micro_batch.ids])
 
 
 @pytest.mark.parametrize("fill", ["zero", "reflect"])
@@ -28,11 +27,11 @@ def test_a_sample_is_augmented_alike_in_every_batch(fill: str) -> None:
     dataset, augment = arrays(60, size=7, channels=3), Augment(crop=3, flip=True, fill=fill)
     by_id: dict[int, torch.Tensor] = {}
     for on in (layout(1, 12, 1), layout(1, 15, 5), layout(3, 12, 4, "dp"), layout(2, 12, 3)):
-        for process in range(on.world_size):
-            data = module(splits(dataset, augment), on, process)
-            for share in shares(data):
-                for turn in share.micro_batches:
-                    for index, image in zip(turn.ids.tolist(), data.finish(turn)[0], strict=True):
+        for rank in range(on.world_size):
+            data = module(splits(dataset, augment), on, rank)
+            for step_batch in step_batches(data):
+                for micro_batch in step_batch.micro_batches:
+                    for index, image in zip(micro_batch.ids.tolist(), data.finish(micro_batch)[0], strict=True):
                         assert torch.equal(by_id.setdefault(index, image), image)
     assert len(by_id) == 60
 

@@ -1,14 +1,11 @@
-"""What a share holds, what its order depends on, and that evaluation sees every sample once."""
+"""What a step's batch holds, what is random in it, and that evaluation sees every sample once."""
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import random
 import sys
-import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,19 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import BasePredictionWriter
-from small_data import arrays, layout, module, shares, splits
+from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import Heartbeat
-from lockstep.loading import DataModule
+from lockstep.loading import ArrayDataset, DataModule
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import fetch
-from lockstep.loading.loaders import own_chunks, streams
+from lockstep.loading.loaders import own_chunks
 from lockstep.run.build import make_data
 from lockstep.run.config import check
 from lockstep.run.library import compose
-from lockstep.run.supervisor import run_in_workers
 from lockstep.step.batch import MicroBatch, StepBatch
 from project.models import MnistCNN
 
@@ -98,19 +94,19 @@ def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: t
 def test_worker_processes_change_no_bit(dataset: Any) -> None:
     on = layout(batch_size=8, pieces=2)
     torch.manual_seed(0)
-    inline = shares(module(splits(dataset), on))
+    inline = step_batches(module(splits(dataset), on))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    assert same(inline, shares(module(splits(dataset), on, workers=2)))
+    assert same(inline, step_batches(module(splits(dataset), on, workers=2)))
     assert torch.equal(torch.get_rng_state(), state), "a loader must not move the global random state"
-    assert not same(inline, shares(module(splits(dataset), on, seed=4)))
+    assert not same(inline, step_batches(module(splits(dataset), on, seed=4)))
 
 
 def test_transforms_in_a_users_dataset_draw_anew_each_epoch() -> None:
     data = module(splits(Noisy()), layout(batch_size=30))
-    (first,), (again,) = shares(data), shares(data)
+    (first,), (again,) = step_batches(data), step_batches(data)
     data.trainer.global_step = 1  # type: ignore[union-attr, misc]
-    (second,) = shares(data)
+    (second,) = step_batches(data)
     assert same([first], [again])
     by_id = [
         dict(zip(s.micro_batches[0].ids.tolist(), s.micro_batches[0].batch[2].tolist(), strict=True))
@@ -121,8 +117,8 @@ def test_transforms_in_a_users_dataset_draw_anew_each_epoch() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
-    def seen(process: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
-        data = module(splits(arrays(9), evaluated=Subset(Noisy(), list(range(5, 30)))), on, process, workers=workers)
+    def seen(rank: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
+        data = module(splits(arrays(9), evaluated=Subset(Noisy(), list(range(5, 30)))), on, rank, workers=workers)
         state = torch.get_rng_state()
         found = [torch.cat([part, i[:, None], noise[:, None]], 1) for part, i, noise in data.val_dataloader()]
         assert torch.equal(torch.get_rng_state(), state), "what comes after must not depend on it"
@@ -131,63 +127,20 @@ def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: i
     whole = torch.cat(seen(0, layout(1, 12), workers))
     assert torch.equal(whole, torch.cat(seen(0, layout(1, 4))))
     torch.manual_seed(1)
-    assert torch.equal(whole, torch.cat([part for process in (0, 1) for part in seen(process, layout(2, 12))]))
+    assert torch.equal(whole, torch.cat([part for rank in (0, 1) for part in seen(rank, layout(2, 12))]))
 
 
 def test_a_plain_dataset_passes_unchanged() -> None:
     x, y = torch.randn(20, 3), torch.arange(20)
     data = module(splits(TensorDataset(x, y), evaluated=TensorDataset(x, y)), layout(batch_size=6))
-    micro_batch = shares(data)[0].micro_batches[0]
+    micro_batch = step_batches(data)[0].micro_batches[0]
     got_x, got_y = data.finish(micro_batch)
     assert torch.equal(got_x, x[micro_batch.ids])
     assert torch.equal(got_y, y[micro_batch.ids])
     assert [len(batch[0]) for batch in data.val_dataloader()] == [12, 8]
 
 
-# --- shares -----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    samples=st.integers(1, 70),
-    devices=st.integers(1, 5),
-    pieces=st.integers(1, 9),
-    size=st.integers(1, 4),
-    strategy=st.sampled_from(["ddp", "dp"]),
-)
-def test_shares_of_all_processes_hold_an_epoch_once(
-    samples: int, devices: int, pieces: int, size: int, strategy: str
-) -> None:
-    pieces = max(pieces, devices)
-    on = layout(devices, pieces * size, pieces, strategy)
-    dataset = arrays(samples, size=2)
-    alone = shares(module(splits(dataset), layout(1, pieces * size, pieces)))
-    everyone = [shares(module(splits(dataset), on, process)) for process in range(on.world_size)]
-    assert sorted(
-        i for own in everyone for step_batch in own for micro_batch in step_batch.micro_batches for i in micro_batch.ids
-    ) == [*range(samples)]
-    for step, at_once in enumerate(zip(*everyone, strict=True)):
-        reference = {micro_batch.pieces[0]: micro_batch.ids for micro_batch in alone[step].micro_batches}
-        found: dict[int, np.ndarray] = {}
-        for step_batch in at_once:
-            assert (step_batch.step, step_batch.samples, step_batch.num_nonempty) == (
-                step,
-                alone[step].samples,
-                len(reference),
-            )
-            assert step_batch.all_ranks_have_data == all(other.micro_batches for other in at_once)
-            for micro_batch in step_batch.micro_batches:
-                assert min(micro_batch.sizes) >= 1
-                assert len(micro_batch.devices) == len(micro_batch.pieces) == len(micro_batch.sizes)
-                parts = np.split(micro_batch.ids, np.cumsum(micro_batch.sizes)[:-1])
-                found |= dict(zip(micro_batch.pieces, parts, strict=True))
-                assert all(
-                    piece in on.owned(device)
-                    for device, piece in zip(micro_batch.devices, micro_batch.pieces, strict=True)
-                )
-                assert micro_batch.batch[1].tolist() == micro_batch.ids.tolist()  # labels are ids here
-        assert found.keys() == reference.keys()
-        assert all((found[piece] == reference[piece]).all() for piece in found)
+# --- step batches -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -200,15 +153,15 @@ def test_a_resumed_run_goes_on_at_its_step(workers: int) -> None:
     data.trainer.global_step = 5  # type: ignore[union-attr, misc]
     second = list(loader)  # the same loader asks again
     for step in (5, 7, 9):
-        rest = shares(module(data.splits, data.layout, step=step))
+        rest = step_batches(module(data.splits, data.layout, step=step))
         assert [step_batch.step for step_batch in rest] == list(range(step, 10))
         assert {step_batch.epoch for step_batch in rest} == {1}
         assert same(rest, second[step - 5 :])
     assert not same(first, second)
 
 
-def test_shares_move_to_a_device() -> None:
-    step_batch = shares(module(splits(arrays(30), Augment(flip=True)), layout(batch_size=8, pieces=2)))[0]
+def test_they_move_to_a_device() -> None:
+    step_batch = step_batches(module(splits(arrays(30), Augment(flip=True)), layout(batch_size=8, pieces=2)))[0]
     moved = step_batch.to("meta")
     assert {t.device.type for micro_batch in moved.micro_batches for t in (*micro_batch.batch, micro_batch.draws)} == {
         "meta"
@@ -226,7 +179,7 @@ def test_shares_move_to_a_device() -> None:
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
     on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
-    found = [chunk for process in range(on.world_size) for chunk in own_chunks(samples, on, process)]
+    found = [chunk for rank in range(on.world_size) for chunk in own_chunks(samples, on, rank)]
     assert found == own_chunks(samples, alone, 0)
     assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
 
@@ -246,7 +199,7 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     trains: bool, batch_size: int, pieces: int, size: int
 ) -> None:
     on = replace(layout(), batch_size=batch_size, pieces=pieces)
-    data = DataModule(splits(arrays(9), evaluated=arrays(700)), on, seed=0, trains=trains)
+    data = DataModule(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
     batches = [len(y) for _, y in data.test_dataloader()]
     assert sum(batches) == 700
     assert max(batches) == size
@@ -261,7 +214,7 @@ def test_the_batch_size_of_an_evaluation_is_the_users() -> None:
 
 
 def test_a_process_without_samples_gets_a_stand_in() -> None:
-    data = [module(splits(arrays(9), evaluated=arrays(2)), layout(3, 12), process) for process in range(3)]
+    data = [module(splits(arrays(9), evaluated=arrays(2)), layout(3, 12), rank) for rank in range(3)]
     assert [made.stand_in("test") for made in data].count(True) == 1
     assert [sum(len(y) for _, y in made.test_dataloader()) for made in data] == [1, 1, 1]
 
@@ -306,7 +259,7 @@ class Indices(BasePredictionWriter):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("processes", "samples"), [(1, 700), (3, 700), (3, 1)])
+@pytest.mark.parametrize(("world_size", "samples"), [(1, 700), (3, 700), (3, 1)])
 def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
     torch.manual_seed(0)
     spec = {"channels": 1, "image_size": 12, "num_classes": 3}
@@ -315,9 +268,8 @@ def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: in
     sides = splits(arrays(9), evaluated=images)
     found: list[Any] = []
     written: list[int] = []
-    for process in range(world_size):
-        data = DataModule(sides, layout(world_size), seed=0, num_workers=workers)
-        data.process = process
+    for rank in range(world_size):
+        data = DataModule(sides, layout(world_size), 0, rank, num_workers=workers)
         writer = Indices()
         found += quiet_trainer(writer).predict(net, datamodule=data) or []
         written += writer.found
@@ -334,7 +286,7 @@ def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, **task)
     sides = splits(arrays(9), evaluated=arrays(300, size=12))
     beats: list[int] = []
-    monkeypatch.setattr("lockstep.callbacks.watchdog.beat", beats.append)
+    monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
     for callbacks in ((), (Heartbeat(),)):
         assert not beats
         found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))
@@ -360,51 +312,40 @@ def test_a_subset_of_the_users_own_transforms_its_samples() -> None:
     assert torch.equal(fetch(Subset(whole, range(2, 8)), ids)[0], whole.images[ids + 2])  # type: ignore[arg-type]
 
 
-class Opened(Noisy):
-    """A transform that is a lambda, and perhaps a file that stays open."""
-
-    def __init__(self, file: Any = None) -> None:
-        self.transform = lambda image: image
-        self.file = file
-        self.sizes = torch.zeros(3), np.zeros(3)
-
-
 class Quick(Noisy):
     streams = False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are not forked")
-def test_who_gets_loader_processes_unasked() -> None:
-    with open(__file__) as file:
-        for dataset, wanted in (
-            (Noisy(), True),
-            (Subset(Opened(), [1, 2]), True),
-            (Opened(file), False),
-            (Quick(), False),
-            (TensorDataset(torch.zeros(3, 1), torch.zeros(3)), False),
-            ([(torch.zeros(1), 0)] * 3, False),
-            (arrays(3), False),
-        ):
-            assert streams(dataset) is wanted, dataset
-            data = DataModule(splits(dataset, evaluated=dataset), layout(batch_size=2), seed=3)
-            assert [bool(loader().num_workers) for loader in (data.train_dataloader, data.val_dataloader)] == [
-                wanted
-            ] * 2
+@pytest.mark.parametrize(
+    ("dataset", "wanted"),
+    [
+        (Noisy(), True),
+        (Subset(Noisy(), [1, 2]), True),
+        (Quick(), False),
+        (TensorDataset(torch.zeros(3, 1), torch.zeros(3)), False),
+        ([(torch.zeros(1), 0)] * 3, False),
+        (arrays(3), False),
+    ],
+)
+def test_who_gets_loader_processes_unasked(dataset: Any, wanted: bool) -> None:
+    data = module(splits(dataset, evaluated=dataset), layout(batch_size=2), workers=None)
+    assert bool(data.train_dataloader().num_workers) is bool(data.val_dataloader().num_workers) is wanted
 
 
-@pytest.mark.parametrize("asked", [("strategy=ddp", "devices=2"), ("num_workers=1",)])
-def test_an_open_file_is_not_shared(tmp_path: Path, asked: tuple[str, ...]) -> None:
-    def started(dataset: Any, *overrides: str) -> Any:
-        made = splits(Subset(dataset, [1, 2]))
-        return run_in_workers(lambda *args: None, check(dict(compose(*overrides))), made, tmp_path)
+class Derived(ArrayDataset):
+    """A user's: what it is derived from draws nothing."""
 
-    with open(__file__) as file, open(tmp_path / "log", "w") as log:
-        with pytest.raises(Refusal, match=r"^Opened: .* open file \(.*test_data.py\).*: open it at first use"):
-            started(Opened(file), *asked)
-        assert started(Opened(file)) is None
-        for may_be_shared in (log, io.StringIO("a"), threading.Lock(), None):
-            assert started(Opened(may_be_shared), *asked) is None
-    assert started(Opened(file), *asked) is None  # it is closed
+    def __getitems__(self, ids: Any) -> Any:
+        images, labels = super().__getitems__(ids)
+        return images + torch.rand(len(ids), 1, 1, 1), labels
+
+
+def test_a_class_derived_from_ours_may_draw() -> None:
+    dataset, ids = Derived(np.zeros((9, 1, 2, 2), np.uint8), np.arange(9)), np.arange(4)
+    first, again, other = (fetch(dataset, ids, seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:

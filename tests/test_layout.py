@@ -21,7 +21,9 @@ def make(**options: Any) -> Layout:
 def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
     pieces += world
     layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
-    dealt = [pair for process in range(layout.world_size) for turn in layout.micro_batches(process) for pair in turn]
+    dealt = [
+        pair for rank in range(layout.world_size) for micro_batch in layout.micro_batches(rank) for pair in micro_batch
+    ]
     assert sorted(piece for _, piece in dealt) == list(range(pieces))
     assert all(piece in layout.owned(device) for device, piece in dealt)
     loads = [len(layout.owned(device)) for device in range(world)]
@@ -32,9 +34,9 @@ def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) ->
 @given(world=counts, pieces=counts)
 def test_dp_idles_first_and_never_last(world: int, pieces: int) -> None:
     layout = make(strategy="dp", devices=world, pieces=world + pieces, batch_size=world + pieces)
-    turns = layout.micro_batches(0)
-    assert len(turns[-1]) == world
-    assert [len(turn) for turn in turns] == sorted(len(turn) for turn in turns)
+    at_once = [len(micro_batch) for micro_batch in layout.micro_batches(0)]
+    assert at_once[-1] == world
+    assert at_once == sorted(at_once)
 
 
 def test_pieces_and_accumulation_follow_from_each_other() -> None:
@@ -89,6 +91,16 @@ def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[flo
 def test_shares_of_a_known_case() -> None:
     assert split(10, 2, (0.8, 0.2)) == [8, 2]
     assert split(8, 3) == [3, 3, 2]
+
+
+def test_finer_layouts_divide_the_batch_and_at_least_double() -> None:
+    def finer(**options: int) -> list[int]:
+        return [layout.pieces for layout in make(**options).finer()]
+
+    assert finer(devices=2, batch_size=64) == [4, 8, 16, 32, 64]
+    assert finer(devices=2, batch_size=60) == [4, 10, 20, 60]
+    assert finer(devices=3, batch_size=64, pieces=4) == [8, 16, 32, 64]
+    assert finer(devices=2, batch_size=2) == []
 
 
 def test_the_step_in_one_line() -> None:

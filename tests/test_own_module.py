@@ -20,7 +20,7 @@ from conftest import ROOT, Program, Run, summary_of
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.arithmetic.order import DataOrder
 from lockstep.loading import Splits, open_data
 from lockstep.run import cli, targets
@@ -109,7 +109,8 @@ def by_hand(splits: Splits, seed: int = 0) -> torch.Tensor:
     first, last = torch.nn.Linear(12 * 12, 16), torch.nn.Linear(16, 3)
     net = torch.nn.Sequential(torch.nn.Flatten(), first, torch.nn.ReLU(), last).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    order = DataOrder(len(splits.train), 24, 1, seed)
+    on = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
+    order = DataOrder(len(splits.train), on, seed)
     samples = [splits.train[index] for index in range(len(splits.train))]
     images = torch.stack([image for image, _ in samples]).double()
     x = (images / 255 - splits.spec.mean[0]) / splits.spec.std[0]

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import arrays, layout, module, splits
+from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.loading import ArrayDataset, DataModule, Splits
 from lockstep.loading.augment import Augment
-from lockstep.loading.resident import PART, Resident, base, place
-from lockstep.step.batch import StepBatch
+from lockstep.loading.datasets import base
+from lockstep.loading.resident import PART, Resident, place
 
 CPU = torch.device("cpu")
 PLENTY = 1e9
@@ -44,49 +44,40 @@ class Own(ArrayDataset):
         return 255 - images, labels
 
 
-def data(on: Layout, put: bool, process: int = 0) -> DataModule:
+def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> DataModule:
     whole = arrays(40)
     train, val = Subset(whole, range(0, 40, 2)), Subset(whole, range(1, 40, 2))  # type: ignore[var-annotated, arg-type]
-    made = module(Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True)), on, process)
-    if put:
-        made.put(CPU, PLENTY)
-    return made
+    opened = Splits(train, val, arrays(9), splits(None).spec, "", Augment(crop=1, flip=True))
+    return module(place(opened, CPU, "auto", PLENTY) if put else opened, on, rank, workers=workers)
 
 
 def seen(made: DataModule) -> list[torch.Tensor]:
-    """All that training, a recut step, validation and test get to see."""
-    shares: list[StepBatch] = [*made.train_dataloader()]
-    shares.append(made.recut(shares[0], 2 * made.layout.pieces))
-    trained = [
-        part for step_batch in shares for micro_batch in step_batch.micro_batches for part in made.finish(micro_batch)
-    ]
+    """All that training, validation and test get to see."""
+    micro_batches = [micro_batch for step_batch in step_batches(made) for micro_batch in step_batch.micro_batches]
+    trained = [part for micro_batch in micro_batches for part in made.finish(micro_batch)]
     evaluated = [*made.val_dataloader(), *made.test_dataloader()]
     return trained + [part for batch in evaluated for part in made.on_after_batch_transfer(batch, 0)]
 
 
-@pytest.mark.parametrize(("strategy", "devices", "processes"), [("ddp", 1, 1), ("ddp", 3, 3), ("dp", 3, 1)])
+@pytest.mark.parametrize(("strategy", "devices", "world_size"), [("ddp", 1, 1), ("ddp", 3, 3), ("dp", 3, 1)])
 def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) -> None:
     on = layout(devices, 12, 6, strategy)
-    for process in range(world_size):
-        there, here = seen(data(on, True, process)), seen(data(on, False, process))
-        assert len(there) == len(here) > 8
+    for rank in range(world_size):
+        there, here = seen(data(on, True, rank)), seen(data(on, False, rank))
+        assert len(there) == len(here) > 6
         assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
     wrong = data(on, True)
-    held = base(wrong._set("train"))
+    held = base(wrong.splits.train)
     held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
     assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
 
 
 def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
-    made = data(layout(), True)
-    made.num_workers = 2
-    assert isinstance(base(made._set("train")), Resident)
-    assert base(made._set("train")) is base(made._set("val"))  # two subsets of one set
+    made = data(layout(), True, workers=2)
+    assert isinstance(base(made.splits.train), Resident)
+    assert base(made.splits.train) is base(made.splits.val)  # two subsets of one set
     assert made.train_dataloader().num_workers == 0
-    assert type(base(made.splits.train)) is ArrayDataset  # callbacks find it as it was
-    made = data(layout(), False)
-    made.num_workers = 2
-    assert made.train_dataloader().num_workers == 2
+    assert data(layout(), False, workers=2).train_dataloader().num_workers == 2
 
 
 @pytest.mark.parametrize(

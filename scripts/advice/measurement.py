@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from advice.live import LiveTensors
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.arithmetic.layout import Refusal
@@ -23,7 +24,7 @@ from lockstep.run.config import Config
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
 from lockstep.step.loop import StepLoop
-from lockstep.step.memory import MIB, Memory
+from lockstep.step.memory import MIB, peak_memory
 
 SIZES = [1 << bits for bits in range(10, 27, 2)]  # bytes that are all-reduced
 WARMUP = 3  # steps
@@ -57,12 +58,15 @@ def compute(
                 count = steps(first[accumulate], seconds / ROUNDS)
                 took[accumulate] = took.get(accumulate, []) + block(asked, splits, folder, count)
                 continue
-            memory = Memory(1, float("inf"))
+            live = LiveTensors()
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
             try:
-                first[accumulate] = slowest(block(asked, splits, folder, WARMUP + 3, memory))
+                with live if config.layout.accelerator == "cpu" else nullcontext():
+                    first[accumulate] = slowest(block(asked, splits, folder, WARMUP + 3))
             except Refusal:  # what does not fit is not offered
                 continue
-            peaks[config.batch_size // pieces] = (memory.peak or 0) / MIB
+            peaks[config.batch_size // pieces] = (peak_memory() or live.peak) / MIB
     times = {accumulate: slowest(found) for accumulate, found in took.items()}
     gradient = sum(p.numel() * p.element_size() for p in make_module(config, splits).parameters() if p.requires_grad)
     return times, peaks, all_reduces(config, seconds) if config.layout.devices > 1 else [], gradient
@@ -93,12 +97,10 @@ class Clock(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def block(
-    config: Config, splits: Splits, folder: Path, count: int, memory: Memory | None = None, silent: bool = True
-) -> list[float]:
+def block(config: Config, splits: Splits, folder: Path, count: int, silent: bool = True) -> list[float]:
     """Seconds of each step, of `count` steps in a Trainer of their own; the first ones are left out."""
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
-    data.process = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    data = DataModule(splits, config.layout, config.seed, rank, num_workers=config.num_workers)
     clock = Clock()
     asked = replace(config, max_epochs=1000, max_steps=count, val_every=None, logger={}, callbacks={})
     trainer = make_trainer(asked, folder, [clock])
@@ -106,7 +108,7 @@ def block(
     trainer.limit_val_batches = 0
     if silent:
         gradients, watch = Silent(trainer.strategy), FiniteGradientCheck(config.nonfinite, 1)
-        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
+        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed)
     module = make_module(config, splits)
     compile_module(config, module, trainer)
     trainer.fit(module, datamodule=data)

@@ -114,8 +114,7 @@ def _work(config: Any, splits: Any, folder: Path) -> float:
         def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
             profiler.stop()
 
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=0)
-    data.process = dist.get_rank()
+    data = DataModule(splits, config.layout, config.seed, dist.get_rank(), num_workers=0)
     trainer = make_trainer(config, folder, [Count()])
     trainer.fit(make_module(config, splits), datamodule=data)
     counted = sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")

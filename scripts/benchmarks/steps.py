@@ -109,9 +109,9 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     splits = open_data(config.data, config.data_dir, config.seed)
     images, labels = splits.train.dataset.__getitems__(range(len(splits.train.dataset)))
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.spec.mean, splits.spec.std))
-    plan = DataOrder(len(splits.train), case.batch, 1, config.seed)
+    order = DataOrder(len(splits.train), config.layout, config.seed)
     ids = torch.as_tensor(splits.train.indices)
-    order = [ids[torch.from_numpy(plan.step(*plan.position(step)))] for step in range(steps)]
+    batches = [ids[torch.from_numpy(order.step(*order.position(step)))] for step in range(steps)]
     path = folder / f"{case.model}.task.pt"
     torch.save(
         {
@@ -119,7 +119,7 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
             "images": (images.float() / 255 - mean) / std,
             "labels": labels,
             "classes": splits.spec.num_classes,
-            "order": order,
+            "order": batches,
             "weights": [parameter.detach() for parameter in make_module(config, splits).parameters()],
             "lr": LR,
         },

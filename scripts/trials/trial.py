@@ -129,8 +129,7 @@ def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> di
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)
-    data = DataModule(splits, config.layout, seed=config.seed, num_workers=config.num_workers)
-    data.process = rank
+    data = DataModule(splits, config.layout, config.seed, rank, num_workers=config.num_workers)
     record = Record()
     trainer = make_trainer(config, folder, [DummyBatchOnEmptyRank(), record])
     if fault is not None:

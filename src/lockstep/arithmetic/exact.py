@@ -65,7 +65,7 @@ class ExactSum:
     def begin(self) -> None:
         """Starts a new sum."""
         self.given = [False] * len(self.like)
-        self.late: list[tuple[int, Tensor]] = []
+        self.outgrown: list[tuple[int, Tensor]] = []
         self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
@@ -81,7 +81,7 @@ class ExactSum:
             if bound < room and self._round(flat, self.parts[at], self._constant(at), room, not self.rounded[at]):
                 self.rounded[at] += 1
             else:  # nan too
-                self.late.append((at, flat.clone()))
+                self.outgrown.append((at, flat.clone()))
 
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
@@ -92,12 +92,12 @@ class ExactSum:
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.rounded, len(self.late), *self.given]))
+        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
         all_reduce(self.units, "sum")
         counts = self.counts.tolist()
         groups = len(self.groups)
-        self.rounded, late, self.given = counts[:groups], counts[groups], [count > 0 for count in counts[groups + 1 :]]
-        extra, broken = self._late_total(all_reduce) if late else ({}, set())
+        self.rounded, outgrown, self.given = counts[:groups], counts[groups], [count > 0 for count in counts[groups + 1 :]]
+        extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
         flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
         for at, bound in enumerate(_bounds(flats)):
             self.exponents[at] = self._next(self.exponents[at], bound * divisor)
@@ -195,7 +195,7 @@ class ExactSum:
 
     # --- what outgrew its grid ---
 
-    def _late_total(self, all_reduce: AllReduce) -> tuple[dict[int, Tensor], set[int]]:
+    def _outgrown_total(self, all_reduce: AllReduce) -> tuple[dict[int, Tensor], set[int]]:
         """All processes agree on the largest exponents, then sum on that grid. Rare, but each run's first step.
 
         Returns the sums by group, and the tensors to which something that is not finite was added.
@@ -203,7 +203,7 @@ class ExactSum:
         none = -100_000
         exponents = torch.full((len(self.groups),), none, dtype=torch.int64)
         broken = torch.zeros(len(self.like), dtype=torch.int64)
-        for at, value in self.late:
+        for at, value in self.outgrown:
             parts = value.split([self.like[index].numel() for index in self.groups[at]])
             for index, part, bound in zip(self.groups[at], parts, bounds := _bounds(parts), strict=True):
                 if not bound < 2.0**HIGHEST:  # nan too
@@ -217,7 +217,7 @@ class ExactSum:
         exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
         agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
-        for at, value in ((at, value) for at, value in self.late if at in agreed):
+        for at, value in ((at, value) for at, value in self.outgrown if at in agreed):
             constant = 1.5 * 2.0 ** (52 + agreed[at])
             self._round(value, units[at], constant, math.inf, first=False)
             units[at] -= _bits(constant)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
 
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
-MOST_EXACT = (
-    1 << 13
-)  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see `lockstep.arithmetic.exact`)
+MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see exact.py)
 
 
 class Refusal(Exception):
@@ -55,7 +53,7 @@ class Layout:
 
     @property
     def accumulate(self) -> int:
-        """Turns (forward and backward passes one after the other) of the busiest device in one step."""
+        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step."""
         return max(len(self.owned(device)) for device in range(self.num_devices))
 
     @property
@@ -74,28 +72,29 @@ class Layout:
         ends = list(running_sum(counts))
         return range(ends[device] - counts[device], ends[device])
 
-    def micro_batches(self, process: int) -> list[list[tuple[int, int]]]:
-        """What a process computes in one step: for each turn the `(device, piece)` pairs that run at once.
+    def micro_batches(self, rank: int) -> list[list[tuple[int, int]]]:
+        """What a process computes in one step: for each micro-batch the `(device, piece)` pairs that run at once.
 
-        A device with fewer pieces than others is idle in the first turns, never in the last: DDP's reducer fires in
-        the last backward pass.
+        A device with fewer pieces than others is idle in the first micro-batches, never in the last: DDP's reducer
+        fires in the last backward pass.
         """
-        devices = range(self.num_devices) if self.strategy == "dp" else (process,)
-        runs = {device: self.owned(device) for device in devices}
-        longest = max(len(run) for run in runs.values())
-        late = {device: longest - len(run) for device, run in runs.items()}
+        devices = range(self.num_devices) if self.strategy == "dp" else (rank,)
+        owned = {device: self.owned(device) for device in devices}
+        count = max(len(pieces) for pieces in owned.values())
+        idle = {device: count - len(pieces) for device, pieces in owned.items()}  # micro-batches that it sits out
         return [
-            [(device, run[micro_batch - late[device]]) for device, run in runs.items() if micro_batch >= late[device]]
-            for micro_batch in range(longest)
+            [(device, pieces[number - idle[device]]) for device, pieces in owned.items() if number >= idle[device]]
+            for number in range(count)
         ]
 
     def finer(self) -> Iterator[Layout]:
-        """The same step in more pieces, fewest first: of equal size where these are, and as many for each device."""
+        """The same step in more pieces of equal size, at least twice as many each time, and as many for each device."""
         by = self.num_devices if self.pieces % self.num_devices == 0 else 1
-        even = self.batch_size % self.pieces == 0
-        for pieces in range(self.pieces + by, min(self.batch_size, self.most) + 1, by):
-            if not even or self.batch_size % pieces == 0:
+        least = 2 * self.pieces
+        for pieces in range(by, min(self.batch_size, self.most) + 1, by):
+            if pieces >= least and self.batch_size % pieces == 0:
                 yield replace(self, pieces=pieces)
+                least = 2 * pieces
 
     def describe(self) -> str:
         """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""

@@ -1,4 +1,4 @@
-"""Which samples a piece holds, and when: a pure function of (seed, epoch, step), with no state and no hidden RNG.
+"""Which samples a piece holds: a pure function of (seed, epoch, step), with no state and no hidden RNG.
 
 Random numbers are hashes of what they belong to (a seed, an epoch, a sample), so neither layout, worker count nor
 resume can move them. The hash is SplitMix64's finaliser (Steele, Lea and Flood, Fast splittable pseudorandom number
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lockstep.arithmetic.layout import Layout
 
 _MASK = (1 << 64) - 1
 
@@ -54,28 +57,20 @@ def cuts(samples: int, pieces: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DataOrder:
-    """The order of a training set.
-
-    Attributes:
-        samples: training samples.
-        batch_size: samples of one optimizer step.
-        pieces: parts of one step.
-        seed: the run's seed.
-    """
+    """The order of a training set of `samples` samples, in steps and pieces of the layout's size."""
 
     samples: int
-    batch_size: int
-    pieces: int
+    layout: Layout
     seed: int
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch; the last one holds what is left."""
-        return -(-self.samples // self.batch_size)
+        return -(-self.samples // self.layout.batch_size)
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """The epoch's permutation of the sample ids: ids sorted by their hash with (seed, epoch)."""
-        return _order(self.samples, self.seed, epoch)
+        return _permutation(self.samples, self.seed, epoch)
 
     def position(self, global_step: int) -> tuple[int, int]:
         """`(epoch, step of the epoch)` after `global_step` optimizer steps."""
@@ -83,17 +78,18 @@ class DataOrder:
 
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
         """The sample ids of step `index` of an epoch, in order."""
-        return self.permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
+        size = self.layout.batch_size
+        return self.permutation(epoch)[index * size : (index + 1) * size]
 
-    def piece(self, epoch: int, index: int, piece: int) -> NDArray[np.int64]:
-        """The sample ids of one piece of a step; empty where a short last step has fewer samples than pieces."""
+    def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
+        """The sample ids of each piece of a step; empty where a short last step has fewer samples than pieces."""
         ids = self.step(epoch, index)
-        at = cuts(len(ids), self.pieces)
-        return ids[at[piece] : at[piece + 1]]
+        at = cuts(len(ids), self.layout.pieces)
+        return [ids[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)
-def _order(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def _permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.argsort(hash64(seed, 0x04DE4, epoch, np.arange(samples)), kind="stable")
 
 

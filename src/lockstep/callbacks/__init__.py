@@ -4,7 +4,6 @@ from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.empty_rank import DummyBatchOnEmptyRank
-from lockstep.callbacks.found_pieces import FoundPieces
 from lockstep.callbacks.heartbeat import Heartbeat
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
@@ -17,7 +16,6 @@ __all__ = [
     "Console",
     "Dashboard",
     "DummyBatchOnEmptyRank",
-    "FoundPieces",
     "Heartbeat",
     "Meter",
     "Pictures",

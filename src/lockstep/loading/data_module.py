@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,9 +19,9 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.machine import cores
 from lockstep.launch.processes import set_parent_death_signal
-from lockstep.loading.datasets import Splits
+from lockstep.loading.datasets import Splits, base
 from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
-from lockstep.loading.resident import Resident, base, place
+from lockstep.loading.resident import Resident, place
 from lockstep.step.batch import MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
@@ -35,6 +34,7 @@ class DataModule(pl.LightningDataModule):
         splits: the opened data (`lockstep.loading.open_data`).
         layout: who computes which piece.
         seed: the run's seed; order and augmentation follow from it.
+        rank: this process's number among `layout.world_size`.
         num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
             over its processes, 1 to 8.
         resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.loading.resident`.
@@ -42,8 +42,7 @@ class DataModule(pl.LightningDataModule):
         trains: whether `batch_size` was chosen for training; else for evaluation.
 
     Attributes:
-        process: this process's number among `layout.world_size`; to be set before loaders are made.
-        plan: the training set's order.
+        order: the training set's.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class DataModule(pl.LightningDataModule):
         splits: Splits,
         layout: Layout,
         seed: int,
+        rank: int = 0,
         num_workers: int | None = None,
         resident: bool | str = "auto",
         budget: float | None = None,
@@ -60,28 +60,34 @@ class DataModule(pl.LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have nothing to predict
         self.splits = splits
         self.layout = layout
+        self.rank = rank
         self.num_workers = num_workers
         self.resident = resident
         self.budget = budget
         self.trains = trains
+        self.order = DataOrder(len(splits.train), layout, seed)
         self._placed: Splits | None = None
-        self.process = 0
-        self.order = DataOrder(len(splits.train), layout.batch_size, layout.pieces, seed)
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._like: tuple[Any, Tensor | None] = None, None  # the module, and a parameter whose dtype images get
+        self._like: Tensor | None = None  # a parameter whose dtype images get
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.trainer is not None
+        return self.trainer.lightning_module
 
     def setup(self, stage: str) -> None:
         """Before loaders are made: sets in memory go to the GPU, where there is one."""
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        assert self.trainer is not None
+        # now: a walk over the module's layers takes longer than the rest of `finish`
+        self._like = next((p for p in self._module.parameters() if p.is_floating_point()), None)
+        device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            self.put(device, free if self.budget is None else min(free, self.budget))
-            if self._placed is not self.splits and self.process == 0:
+            self._placed = place(
+                self.splits, device, self.resident, free if self.budget is None else min(free, self.budget)
+            )
+            if self._placed is not self.splits and self.rank == 0:
                 LOG.info("sets in memory lie on the GPU")
-
-    def put(self, device: torch.device, free: float) -> None:
-        """Puts what `resident` says on `device`, which has `free` bytes; loaders that are made later fetch there."""
-        self._placed = place(self.splits, device, self.resident, free)
 
     # --- loaders ---
 
@@ -89,10 +95,9 @@ class DataModule(pl.LightningDataModule):
         return getattr(self._placed or self.splits, split)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        dataset = StepDataset(self._set("train"), self.order, self.layout, self.process, self.splits.augment)
-        taken = lambda: 0 if self.trainer is None else self.trainer.global_step  # noqa: E731
-        sampler = StepSampler(self.order, taken, lambda: self.layout.pieces)
-        return self._loader(dataset, sampler, keep_workers=True)
+        trainer: Any = self.trainer
+        dataset = StepDataset(self._set("train"), self.order, self.rank, self.splits.augment)
+        return self._loader(dataset, StepSampler(self.order, lambda: trainer.global_step), keep_workers=True)
 
     def val_dataloader(self) -> Any:
         return [] if self.splits.val is None else self._evaluation("val")
@@ -109,32 +114,25 @@ class DataModule(pl.LightningDataModule):
         joins every collective, and its result must be forgotten."""
         return not self._chunks(getattr(self.splits, split))
 
-    def recut(self, step_batch: StepBatch, pieces: int) -> StepBatch:
-        """A step's share in another number of pieces, fetched again; it lies where the samples' loader puts it."""
-        layout = replace(self.layout, pieces=pieces)
-        dataset = StepDataset(self._set("train"), self.order, layout, self.process, self.splits.augment)
-        return dataset.__getitems__((*self.order.position(step_batch.step), pieces))
-
     def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
         dataset = self._set(split)
         return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
-        return own_chunks(len(dataset), self.layout, self.process, self.trains)
+        return own_chunks(len(dataset), self.layout, self.rank, self.trains)
 
-    def _loader(self, dataset: Any, at: Any, keep_workers: bool = False) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> DataLoader[Any]:
         resident = isinstance(base(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
-        if workers is None:
-            step_batch = cores() * self.layout.num_nodes // self.layout.world_size
-            workers = max(1, min(8, step_batch)) if streams(dataset.dataset) else 0
+        if workers is None and streams(dataset.dataset):
+            workers = max(1, min(8, cores() * self.layout.num_nodes // self.layout.world_size))
         return Loader(
             dataset,
-            batch_sampler=at,
-            num_workers=workers,
+            batch_sampler=sampler,
+            num_workers=workers or 0,
             collate_fn=_same,
             pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
-            persistent_workers=keep_workers and workers > 0,
+            persistent_workers=keep_workers and bool(workers),
             # Python 3.14 would start them from a server, which `set_parent_death_signal` takes for a dead parent
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
             # its own, since iterating draws a number: from the global one that would move what comes after
@@ -153,9 +151,7 @@ class DataModule(pl.LightningDataModule):
         """An evaluation batch as the module sees it; a module's own hook of this name comes last, as in training."""
         if isinstance(batch, StepBatch):
             return batch
-        module = self._module()
-        ready = self._ready(batch)
-        return ready if module is None else module.on_after_batch_transfer(ready, dataloader_idx)
+        return self._module.on_after_batch_transfer(self._ready(batch), dataloader_idx)
 
     def finish(self, micro_batch: MicroBatch) -> Any:
         """The batch that `training_step` sees, but for what the module does to it: `x` [n, C, H, W] augmented and
@@ -168,10 +164,11 @@ class DataModule(pl.LightningDataModule):
         x, *rest = batch
         if draws is not None:
             x = self.splits.augment(x, draws)
+        dtype = torch.get_default_dtype() if self._like is None else self._like.dtype
         if x.dtype == torch.uint8:
-            x = self._normalise(x, self._dtype())
+            x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            x = x.to(self._dtype())
+            x = x.to(dtype)
         return (x, *rest)
 
     def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,17 +180,6 @@ class DataModule(pl.LightningDataModule):
         scale, shift = self._scales[key]
         # Two roundings: a fused one would depend on where in the batch a pixel lies (vector body or scalar tail).
         return images.to(dtype).mul_(scale).add_(shift)
-
-    def _module(self) -> pl.LightningModule | None:
-        return self.trainer.lightning_module if self.trainer is not None else None
-
-    def _dtype(self) -> torch.dtype:
-        module = self._module()
-        if module is not self._like[0]:  # a walk over its layers takes longer than the rest of `finish`
-            parameters = () if module is None else module.parameters()
-            self._like = module, next((p for p in parameters if p.is_floating_point()), None)
-        like = self._like[1]
-        return torch.get_default_dtype() if like is None else like.dtype
 
 
 def _as_loader(parent: int, worker: int) -> None:

@@ -91,6 +91,8 @@ class ArrayDataset:
         labels: [N], kept as int64.
     """
 
+    draws = False
+
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels")
@@ -116,6 +118,13 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
+def base(dataset: Any) -> Any:
+    """What lies below subsets; a class derived from Subset, which may transform its samples, is none."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
 def fingerprint(dataset: Any) -> str:
     """SHA-256 of what a dataset holds, where it can tell by a method `fingerprint`; else of its type and length."""
     if type(dataset) is Subset:
@@ -132,12 +141,13 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
     Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
     worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
     Where `__getitems__` returns something else than a list, that is the batch, and draws from its first sample's.
+    A class that says `draws = False` draws nothing, and is spared this; one derived from it must say so itself.
     """
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     batched = hasattr(dataset, "__getitems__")
-    if batched and type(dataset).__module__.startswith(("lockstep.loading.", "project.data.")):  # which draw nothing
-        found = dataset.__getitems__(ids)
+    if not vars(type(dataset)).get("draws", True):
+        found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
         return default_collate(found) if isinstance(found, list) else found
     items = []
     with _random_state_kept():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import ArrayDataset, Ids, Splits
+from lockstep.loading.datasets import ArrayDataset, Ids, Splits, base
 
 PART = 4  # auto: the sets take a quarter of the free memory at most, the step needs the rest
 MIB = 1 << 20
@@ -19,6 +19,8 @@ MIB = 1 << 20
 
 class Resident(ArrayDataset):
     """A set in memory whose images and labels lie on `device`. A batch is gathered there, and has the same bits."""
+
+    draws = False
 
     def __init__(self, dataset: ArrayDataset, device: torch.device) -> None:
         self.images, self.labels = dataset.images.to(device), dataset.labels.to(device)
@@ -57,13 +59,6 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
         return splits
     there: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in held.items()}
     return replace(splits, **{name: _moved(part, there) for name, part in parts.items()})
-
-
-def base(dataset: Any) -> Any:
-    """What lies below subsets; a class of the user's own, which may transform its samples, is none."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return dataset
 
 
 def _moved(dataset: Any, there: dict[int, Any]) -> Any:

@@ -2,73 +2,95 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.callbacks import checkpoint_io
-from lockstep.callbacks.found_pieces import kept
 from lockstep.launch import logs
-from lockstep.launch.agent import launch
+from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.launch.environment import external_workers
 from lockstep.loading import Splits
 from lockstep.run.build import make_module, make_trial
 from lockstep.run.config import Config
-from lockstep.step.memory import MIB
+from lockstep.step.memory import MIB, limit_memory, out_of_memory, peak_memory
 
 STEPS = 3  # the first one has no optimizer state yet
+LACKING = "the memory is out"  # how a worker tells its parent
 
 
 def fitted(config: Config, splits: Splits, folder: Path) -> Config:
-    """The config with the fewest pieces that fit: those of the checkpoint that it resumes, else of a few steps in
-    workers of their own, which leave nothing behind.
+    """The config with as few pieces as fit, where it asks for that: those of the checkpoint that it goes on from, else
+    the first of 1, 2, 4, ... times as many with which a few steps succeed, in workers that leave nothing behind.
 
     Raises:
-        Refusal: not even pieces of one sample fit.
+        Refusal: not even the smallest pieces fit, or there are no workers of its own to try them in.
     """
-    if config.resume and (layout := kept(config, checkpoint_io.load(config.resume))):
+    if config.accumulate_grad_batches != "auto":
+        if config.memory_budget and config.layout.accelerator == "cpu":
+            budget = f"memory_budget={config.memory_budget:g}"
+            raise Refusal(f"{budget}: on a CPU it limits what accumulate_grad_batches=auto tries; give that too")
+        return config
+    if layout := _kept(config, folder):
         return replace(config, layout=layout)
-    layout, peak = launch(
-        measure,
-        config,
-        splits,
-        folder,
-        layout=config.layout,
-        rdzv_endpoint=config.rdzv_endpoint,
-        hang_timeout=config.hang_timeout,
-    )
-    if os.environ.get("RANK", "0") == "0":
-        used = "" if peak is None else f" in {peak / MIB:.0f} MiB of each device"
-        limit = "" if config.memory_budget is None else f", memory_budget={config.memory_budget:g}"
-        print(f"accumulate_grad_batches={layout.accumulate} fits{used}{limit}", file=sys.stderr)
-    return replace(config, layout=layout)
+    if external_workers() or config.layout.num_nodes > 1:
+        raise Refusal(
+            "accumulate_grad_batches=auto tries in workers that it starts on one machine, not under torchrun, in "
+            "several SLURM tasks or with num_nodes: give the number that one machine finds for its part of batch_size"
+        )
+    for layout in (config.layout, *config.layout.finer()):
+        fits, peak = _fits(replace(config, layout=layout), splits, folder)
+        found = f"accumulate_grad_batches={layout.accumulate}"
+        if fits:
+            used = f", in {peak / MIB:.0f} MiB of the first device" if peak else ""
+            print(f"{found} fits{used}", file=sys.stderr)
+            return replace(config, layout=layout)
+        print(f"{found}: out of memory", file=sys.stderr)
+    limit = "the memory" if config.memory_budget is None else f"memory_budget={config.memory_budget:g}"
+    size = counted(layout.piece_size, "sample")
+    raise Refusal(f"accumulate_grad_batches=auto: {limit} does not hold a step in pieces of {size}, the smallest")
+
+
+def _kept(config: Config, folder: Path) -> Layout | None:
+    """The layout with the pieces of the run that goes on; None if there is none, or they don't fit the devices."""
+    last = folder / "checkpoints" / "last.ckpt"
+    path = config.resume or (last if last.exists() else None)
+    recorded = checkpoint_io.load(path).get("lockstep", {}) if path else {}
+    pieces = recorded.get("pieces", 0)
+    fits = pieces >= config.layout.num_devices and not config.layout.batch_size % pieces
+    return replace(config.layout, pieces=pieces) if fits else None
+
+
+def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | None]:
+    """Whether a few steps of the layout succeed, and rank zero's peak in bytes where it is known."""
+    try:
+        peak = launch(measure, config, splits, folder, layout=config.layout, hang_timeout=config.hang_timeout)
+    except Refusal as refusal:
+        if str(refusal) != LACKING:
+            raise
+        return False, None
+    except WorkerFailed as failed:
+        if "traceback" in str(failed):  # an error of another kind; without one, a thread got no stack, say
+            raise
+        return False, None
+    return True, peak
 
 
 @logs.quiet()
-def measure(config: Config, splits: Splits, folder: Path) -> tuple[Layout, float | None]:
-    """The layout with the fewest pieces that fit, and the largest peak of a device in bytes, where it is known. Every
-    worker of the layout calls it, and gets the same."""
-    trainer, data = make_trial(config, splits, folder, STEPS)
-    memory: Any = trainer.fit_loop.epoch_loop.automatic_optimization.memory  # type: ignore[attr-defined]
-    memory.repeats = True  # exact too: no step counts yet
-    trainer.fit(make_module(config, splits), datamodule=data)
-    peak, devices = memory.peak, config.layout.devices if config.layout.strategy == "dp" else 1
-    if peak is not None and config.layout.accelerator == "cpu":
-        peak /= devices
-    if peak is not None and config.layout.world_size > 1:
-        largest = torch.tensor([peak], dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        peak = float(largest)
-    layout = data.layout
-    if config.layout.accelerator == "gpu":  # under torchrun this process goes on
-        del data, trainer, memory
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return layout, peak
+def measure(config: Config, splits: Splits, folder: Path) -> int | None:
+    """Takes a few steps; returns this process's peak in bytes where it is known. Every worker of the layout calls it.
+
+    Raises:
+        Refusal: `LACKING`, or what else is wrong.
+    """
+    try:
+        trainer, data = make_trial(config, splits, folder, STEPS)
+        if config.memory_budget is not None:
+            limit_memory(config.memory_budget, trainer.strategy)
+        trainer.fit(make_module(config, splits), datamodule=data)
+    except Exception as error:
+        if out_of_memory(error):
+            raise Refusal(LACKING) from error
+        raise
+    return peak_memory()

@@ -37,7 +37,7 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import overrides
 from lockstep.step.loop import StepLoop
-from lockstep.step.memory import MIB, Memory
+from lockstep.step.memory import MIB
 from lockstep.step.strategies import make_strategy
 from project.models import ImageClassifier
 
@@ -63,7 +63,7 @@ def total_steps(config: Config, samples: int) -> int:
     """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
     if config.checkpoint is not None:
         return sys.maxsize
-    steps = config.max_epochs * DataOrder(samples, config.batch_size, config.layout.pieces, config.seed).steps_per_epoch
+    steps = config.max_epochs * DataOrder(samples, config.layout, config.seed).steps_per_epoch
     return min(steps, config.max_steps or steps)
 
 
@@ -160,9 +160,8 @@ def _one_optimizer(configure: Callable[[], Any]) -> Any:
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.checkpoint is None
-    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config), trains)
-    data.process = rank
-    return data
+    budget = None if config.memory_budget is None else config.memory_budget * MIB
+    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
 
 
 def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tuple[pl.Trainer, DataModule]:
@@ -189,6 +188,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
     recorded["precision"] = config.precision  # the config may say auto
+    recorded["pieces"] = config.layout.pieces
     recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
         "folder": folder,
@@ -271,20 +271,13 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         **config.debug["trainer"],
     )
     # one piece has no order to depend on
-    auto = config.accumulate_grad_batches == "auto"
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        trainer.strategy, layout.world_size, late=auto
+        trainer.strategy, layout.world_size
     )
     trainer.fit_loop.epoch_loop = StepLoop(
         trainer,
         gradients,
         FiniteGradientCheck(config.nonfinite, layout.world_size),
         config.seed,
-        Memory(layout.world_size, _budget(config), repeats=auto and not layout.exact),
     )
     return trainer
-
-
-def _budget(config: Config) -> float | None:
-    """`memory_budget` in bytes."""
-    return None if config.memory_budget is None else config.memory_budget * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from lockstep.run.summary import git_info, versions, weights_sha256, write_summa
 
 def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
     """The start-up line, with what was `chosen` for speed."""
-    order = DataOrder(len(splits.train), config.batch_size, config.layout.pieces, config.seed)
+    order = DataOrder(len(splits.train), config.layout, config.seed)
     exact = ", exact" if config.exact else ""
     auto = config.accumulate_grad_batches == "auto"
-    found = f", accumulate_grad_batches={config.layout.accumulate} is the least that fits" if auto else ""
+    found = f", accumulate_grad_batches={config.layout.accumulate} fits" if auto else ""
     scaled = (
         f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
         if config.lr_scaling != "none"
@@ -58,8 +58,6 @@ class RunRecord:
         """Takes down what testing would overwrite."""
         self.metrics.update(logged(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
-        layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
-        self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
 
     def tested(self) -> None:
         """Takes down what the test has found, and of which weights."""
@@ -100,7 +98,7 @@ def logged(trainer: pl.Trainer) -> dict[str, float]:
 
 def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
     """A summary's account of `steps` optimizer steps on `samples` training samples."""
-    order = DataOrder(samples, config.batch_size, config.layout.pieces, config.seed)
+    order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)
     return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.batch_size}
 

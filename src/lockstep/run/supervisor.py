@@ -17,7 +17,6 @@ from lockstep.launch.environment import external_workers, is_first
 from lockstep.launch.machine import computes_bf16
 from lockstep.launch.signals import Interrupted, ask_to_end, pending_signals
 from lockstep.launch.worker import is_peer_failure
-from lockstep.loading.loaders import refuse_open_files
 from lockstep.run.accumulation import fitted
 from lockstep.run.balance import balanced
 from lockstep.run.config import Config
@@ -34,7 +33,6 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
         raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
-    refuse_open_files(splits, config.layout, config.num_workers)
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and is_first():
         print(
             f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
@@ -45,8 +43,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     try:
         if config.strategy["balance"]:
             config = balanced(config, splits, folder)
-        if config.accumulate_grad_batches == "auto":
-            config = fitted(config, splits, folder)
+        config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except Refusal as refusal:
         if summary_of(folder) != before:  # by a rank that lost the one which can't read a file, say

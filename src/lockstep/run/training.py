@@ -18,7 +18,6 @@ from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import (
     DummyBatchOnEmptyRank,
-    FoundPieces,
     Heartbeat,
     Preemption,
     ReplicaConsistencyCheck,
@@ -26,7 +25,6 @@ from lockstep.callbacks import (
     checkpoint_io,
 )
 from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.callbacks.found_pieces import kept
 from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.launch import logs
 from lockstep.launch.environment import external_workers, restart_count
@@ -49,6 +47,7 @@ from lockstep.run.resume import differences, must_fit
 from lockstep.run.summary import summary_of
 from lockstep.step.finite import NonFinite
 from lockstep.step.hooks import overrides
+from lockstep.step.memory import limit_memory
 from project.models import ImageClassifier
 
 LOG = logging.getLogger("lockstep")
@@ -70,7 +69,6 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     checkpoint = _checkpoint_to_resume(config, folder)
     module = make_module(replace(config, resume=checkpoint), splits)
     resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
-    config = replace(config, layout=kept(config, resumed) or config.layout)
     data = make_data(config, splits, rank)
     callbacks = [
         DummyBatchOnEmptyRank(),
@@ -79,13 +77,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         *make_callbacks(config, splits, folder, module),
     ]
     callbacks += [*pruning(), ResumeState(config.raw, folder), Preemption(folder)]
-    if config.accumulate_grad_batches == "auto":
-        callbacks.append(FoundPieces(data))
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
         _optimizer_stays(module, resumed, config)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
     compile_module(config, module, trainer)
+    if config.memory_budget is not None and config.layout.accelerator == "gpu":
+        limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
@@ -141,7 +139,7 @@ def as_launched(config: Config) -> Config:
 
 def first_batch(config: Config, train: Any) -> Any:
     """The run's first batch as a training set of its own: every step then has these samples, whatever the position."""
-    order = DataOrder(len(train), config.batch_size, config.layout.pieces, config.seed)
+    order = DataOrder(len(train), config.layout, config.seed)
     return Subset(train, order.step(0, 0))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a loader yields: one process's share of one optimizer step, turn by turn.
+"""What a loader yields: one process's part of one optimizer step, as micro-batches.
 
 Plain classes with slots: Lightning moves batches with `apply_to_collection`, which deep-copies dataclasses.
 """
@@ -6,6 +6,7 @@ Plain classes with slots: Lightning moves batches with `apply_to_collection`, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class MicroBatch:
         self.sizes = sizes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """A turn whose tensors lie on `device`; from page-locked memory where nobody waits."""
+        """One whose tensors lie on `device`; from page-locked memory where nobody waits."""
         locks = non_blocking and torch.device(device).type == "cuda"
 
         def move(tensor: Tensor) -> Tensor:
@@ -59,13 +60,14 @@ class MicroBatch:
         return self._moved(move)
 
     def pin_memory(self) -> MicroBatch:
-        """A turn whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
+        """One whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Move) -> MicroBatch:
-        batch = apply_to_collection(self.batch, Tensor, move)
-        draws = None if self.draws is None else move(self.draws)
-        return MicroBatch(batch, self.ids, draws, self.devices, self.pieces, self.sizes)
+        moved = copy(self)
+        moved.batch = apply_to_collection(self.batch, Tensor, move)
+        moved.draws = None if self.draws is None else move(self.draws)
+        return moved
 
 
 class StepBatch:
@@ -75,13 +77,12 @@ class StepBatch:
         micro_batches: those that have a sample; none where the step has fewer samples than processes.
         samples: samples of the whole step, over all processes.
         num_nonempty: pieces of the whole step that have a sample.
-        num_pieces: pieces that the whole step was cut into.
         epoch: 0-based.
         step: the optimizer step since the run began, 0-based.
         all_ranks_have_data: whether every process has a sample in this step.
     """
 
-    __slots__ = ("all_ranks_have_data", "epoch", "micro_batches", "num_nonempty", "num_pieces", "samples", "step")
+    __slots__ = ("all_ranks_have_data", "epoch", "micro_batches", "num_nonempty", "samples", "step")
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class StepBatch:
         epoch: int,
         step: int,
         all_ranks_have_data: bool,
-        num_pieces: int,
     ) -> None:
         self.micro_batches = micro_batches
         self.samples = samples
@@ -99,7 +99,6 @@ class StepBatch:
         self.epoch = epoch
         self.step = step
         self.all_ranks_have_data = all_ranks_have_data
-        self.num_pieces = num_pieces
 
     @property
     def num_local_samples(self) -> int:
@@ -107,20 +106,14 @@ class StepBatch:
         return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        """A share whose tensors lie on `device`."""
+        """One whose tensors lie on `device`."""
         return self._with([micro_batch.to(device, non_blocking) for micro_batch in self.micro_batches])
 
     def pin_memory(self) -> StepBatch:
-        """A share whose tensors lie in page-locked memory."""
+        """One whose tensors lie in page-locked memory."""
         return self._with([micro_batch.pin_memory() for micro_batch in self.micro_batches])
 
     def _with(self, micro_batches: list[MicroBatch]) -> StepBatch:
-        return StepBatch(
-            micro_batches,
-            self.samples,
-            self.num_nonempty,
-            self.epoch,
-            self.step,
-            self.all_ranks_have_data,
-            self.num_pieces,
-        )
+        moved = copy(self)
+        moved.micro_batches = micro_batches
+        return moved

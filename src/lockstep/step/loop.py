@@ -26,7 +26,6 @@ from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import Hooks, lean, overrides
-from lockstep.step.memory import Memory
 from lockstep.step.optimization import StepOptimization
 
 
@@ -37,21 +36,11 @@ class StepLoop(_TrainingEpochLoop):
         gradients: how the gradients of a step's pieces are summed.
         watch: what is done about a gradient that is not finite.
         seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
-        memory: what is done when the device has not enough of it.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        gradients: GradientSum,
-        watch: FiniteGradientCheck,
-        seed: int,
-        memory: Memory | None = None,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: FiniteGradientCheck, seed: int) -> None:
         super().__init__(trainer, trainer.fit_loop.min_steps, trainer.fit_loop.max_steps)
-        self.automatic_optimization: StepOptimization = StepOptimization(
-            trainer, gradients, watch, seed, memory or Memory(gradients.world_size)
-        )
+        self.automatic_optimization: StepOptimization = StepOptimization(trainer, gradients, watch, seed)
         # Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers.
         trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
         connector = trainer._logger_connector

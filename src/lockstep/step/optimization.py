@@ -11,27 +11,25 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from torch.optim import Optimizer
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import Hooks, overrides
-from lockstep.step.memory import Memory
+from lockstep.step.memory import advice
 from lockstep.step.strategies.single import now
 
 
 class StepOptimization(_AutomaticOptimization):
     """Forward, backward and optimizer step, over the pieces of one share."""
 
-    def __init__(
-        self, trainer: pl.Trainer, gradients: GradientSum, watch: FiniteGradientCheck, seed: int, memory: Memory
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: FiniteGradientCheck, seed: int) -> None:
         super().__init__(trainer)
         self.gradients = gradients
         self.watch = watch
         self.seed = seed
-        self.memory = memory
         self.exact = isinstance(gradients, ExactGradientSum)
         self.stats: BatchNormStats | None = None
         self.resumed: dict[str, Any] = {}
@@ -129,10 +127,14 @@ class StepOptimization(_AutomaticOptimization):
             self.stats = BatchNormStats(module, strategy, self.gradients.world_size, self.exact)
             if self.stats.exact is not None and self.resumed:
                 self.stats.exact.exponents = list(self.resumed["statistics"])
-        attempt = partial(self._turns, kwargs, zero_grad, backward, self.stats)
         self._zeroed = False
         before = [buffer.clone() for buffer in module.buffers()] if self.watch.policy == "skip" else []
-        step_batch, (losses, extra) = self.memory.take(trainer, step_batch, results, self.gradients, attempt)
+        try:
+            losses, extra = self._turns(kwargs, zero_grad, backward, self.stats, step_batch)
+        except RuntimeError as error:
+            if advised := advice(error, step_batch, trainer.datamodule.layout):  # type: ignore[attr-defined]
+                raise Refusal(advised) from error
+            raise
         results.batch_size = step_batch.num_local_samples  # for hooks that log after the turns
         self.gradients.finish(step_batch)
         self.stats.finish(step_batch)

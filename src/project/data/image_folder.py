@@ -40,6 +40,7 @@ class FolderDataset:
     """
 
     streams = True
+    draws = False
 
     def __init__(self, root: Path, image_size: int, channels: int) -> None:
         self.root = root
@@ -94,6 +95,7 @@ class ImageFiles:
     """
 
     streams = True
+    draws = False
 
     def __init__(self, root: Path, image_size: int, channels: int) -> None:
         if channels not in MODES:
