@@ -190,10 +190,12 @@ def test_torchrun(tmp_path: Path) -> None:
     assert run.stderr.count("step 32 samples") == 1
 
 
-def test_torchruns_workers_measure_and_train_in_one_group(tmp_path: Path) -> None:
-    options = (*SHORT, "strategy=ddp", "devices=2", "accumulate_grad_batches=auto", "memory_budget=300")
-    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*options)
-    assert run.summary["steps"] == 6
+def test_torchruns_workers_can_try_nothing(tmp_path: Path) -> None:
+    options = (*SHORT, "strategy=ddp", "devices=2", "accumulate_grad_batches=auto")
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*options, ok=False)
+    assert run.returncode != 0
+    assert re.search("^error: accumulate_grad_batches=auto tries in workers that it starts", run.stderr, re.MULTILINE)
+    assert run.folders == []
 
 
 def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,11 @@ from lockstep.step.memory import MIB, limit_memory, out_of_memory, peak_memory
 
 STEPS = 3  # the first one has no optimizer state yet
 LACKING = "the memory is out"  # how a worker tells its parent
+BELOW = (
+    "could not create",
+    "can't start new thread",
+    "Resource temporarily unavailable",
+)  # in oneDNN, threads
 
 
 def fitted(config: Config, splits: Splits, folder: Path) -> Config:
@@ -71,7 +77,7 @@ def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | Non
             raise
         return False, None
     except WorkerFailed as failed:
-        if "traceback" in str(failed):  # an error of another kind; without one, a thread got no stack, say
+        if "traceback" in str(failed):  # another kind of error; libraries that don't ask what malloc said leave none
             raise
         return False, None
     return True, peak
@@ -84,13 +90,16 @@ def measure(config: Config, splits: Splits, folder: Path) -> int | None:
     Raises:
         Refusal: `LACKING`, or what else is wrong.
     """
+    limited = config.memory_budget is not None and config.layout.accelerator == "cpu"
     try:
         trainer, data = make_trial(config, splits, folder, STEPS)
         if config.memory_budget is not None:
             limit_memory(config.memory_budget, trainer.strategy)
+        if limited:
+            faulthandler.disable()
         trainer.fit(make_module(config, splits), datamodule=data)
     except Exception as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or (limited and any(said in str(error) for said in BELOW)):
             raise Refusal(LACKING) from error
         raise
     return peak_memory()

@@ -246,10 +246,6 @@ def _check_auto(values: Mapping[str, Any]) -> None:
         raise Refusal(f"pieces={values['pieces']} fixes what {auto} looks for: leave one of the two out")
     if strategy["balance"]:
         raise Refusal(f"strategy.shares=auto deals a known number of pieces: give pieces, not {auto}")
-    if strategy["sync_batchnorm"]:
-        raise Refusal(f"strategy.sync_batchnorm=true: its ranks wait for each other inside a piece, so not {auto}")
-    if strategy["compression"] != "none":
-        raise Refusal(f"strategy.compression={strategy['compression']}: not with {auto}, which sends gradients itself")
 
 
 def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:

@@ -32,7 +32,7 @@ def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
     wrong = f"step {step_batch.step + 1}: out of memory{at} in {counted(layout.pieces, 'piece')} of {size}"
     finer = next(layout.finer(), None)
     if finer is None:
-        return f"{wrong}; the batch_size can't be cut into smaller ones"
+        return f"{wrong}; the batch_size can't be cut finer"
     return f"{wrong}; pieces={finer.pieces} (accumulate_grad_batches={finer.accumulate}) takes less"
 
 
