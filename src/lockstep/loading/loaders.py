@@ -120,7 +120,7 @@ class StepDataset:
             if there := [(device, piece) for device, piece in micro_batch if len(pieces[piece])]:
                 devices, numbers = zip(*there, strict=True)
                 ids = [pieces[piece] for piece in numbers]
-                own.append(MicroBatch(None, np.concatenate(ids), None, devices, numbers, tuple(map(len, ids))))
+                own.append(MicroBatch(np.concatenate(ids), devices, numbers, tuple(map(len, ids))))
         step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.world_size)

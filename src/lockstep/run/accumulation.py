@@ -45,7 +45,8 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
             "accumulate_grad_batches=auto tries in workers that it starts on one machine, not under torchrun, in "
             "several SLURM tasks or with num_nodes: give the number that one machine finds for its part of batch_size"
         )
-    for layout in (config.layout, *config.layout.finer()):
+    layouts = [config.layout, *config.layout.finer()]
+    for layout in layouts:
         fits, peak = _fits(replace(config, layout=layout), splits, folder)
         found = f"accumulate_grad_batches={layout.accumulate}"
         if fits:
@@ -54,7 +55,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
             return replace(config, layout=layout)
         print(f"{found}: out of memory", file=sys.stderr)
     limit = "the memory" if config.memory_budget is None else f"memory_budget={config.memory_budget:g}"
-    size = counted(layout.piece_size, "sample")
+    size = counted(layouts[-1].piece_size, "sample")
     raise Refusal(f"accumulate_grad_batches=auto: {limit} does not hold a step in pieces of {size}, the smallest")
 
 

@@ -186,10 +186,14 @@ def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Train
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
-    recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
-    recorded["precision"] = config.precision  # the config may say auto
-    recorded["pieces"] = config.layout.pieces
-    recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
+    recorded = {
+        "config": config.raw,
+        "precision": config.precision,  # the config may say auto
+        "pieces": config.layout.pieces,
+        "fingerprint": splits.fingerprint,
+        "versions": versions(),
+        "spec": asdict(splits.spec),  # with it, the model can be used where the data set is not
+    }
     offers = {
         "folder": folder,
         "every": config.checkpoint_every,

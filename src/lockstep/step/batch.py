@@ -1,12 +1,9 @@
-"""What a loader yields: one process's part of one optimizer step, as micro-batches.
-
-Plain classes with slots: Lightning moves batches with `apply_to_collection`, which deep-copies dataclasses.
-"""
+"""What a loader yields: one process's part of one optimizer step, as micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,61 +12,29 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
 
-Move = Callable[[Tensor], Tensor]
 
-
+@dataclass(slots=True, eq=False)
 class MicroBatch:
     """One forward and backward pass of one process: a piece, or under dp a piece per device.
 
     Attributes:
-        batch: the collated samples as the dataset has them; images are `(uint8 [n, C, H, W], int64 [n])`.
         ids: the samples' ids in the training set, int64 [n]. They stay on the host.
-        draws: uniforms in [0, 1) that augmentation is driven by, float32 [n, k]; None without augmentation.
         devices: for each piece, the device that computes it (its number over all nodes).
         pieces: the pieces' numbers in the step. `batch` holds them one after the other.
         sizes: for each piece its samples, 1 or more.
+        batch: the collated samples as the dataset has them; images are `(uint8 [n, C, H, W], int64 [n])`.
+        draws: uniforms in [0, 1) that augmentation is driven by, float32 [n, k]; None without augmentation.
     """
 
-    __slots__ = ("batch", "devices", "draws", "ids", "pieces", "sizes")
-
-    def __init__(
-        self,
-        batch: Any,
-        ids: NDArray[np.int64],
-        draws: Tensor | None,
-        devices: tuple[int, ...],
-        pieces: tuple[int, ...],
-        sizes: tuple[int, ...],
-    ) -> None:
-        self.batch = batch
-        self.ids = ids
-        self.draws = draws
-        self.devices = devices
-        self.pieces = pieces
-        self.sizes = sizes
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """One whose tensors lie on `device`; from page-locked memory where nobody waits."""
-        locks = non_blocking and torch.device(device).type == "cuda"
-
-        def move(tensor: Tensor) -> Tensor:
-            if locks and not tensor.is_cuda and not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=non_blocking)
-
-        return self._moved(move)
-
-    def pin_memory(self) -> MicroBatch:
-        """One whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
-        return self._moved(Tensor.pin_memory)
-
-    def _moved(self, move: Move) -> MicroBatch:
-        moved = copy(self)
-        moved.batch = apply_to_collection(self.batch, Tensor, move)
-        moved.draws = None if self.draws is None else move(self.draws)
-        return moved
+    ids: NDArray[np.int64]
+    devices: tuple[int, ...]
+    pieces: tuple[int, ...]
+    sizes: tuple[int, ...]
+    batch: Any = None
+    draws: Tensor | None = None
 
 
+@dataclass(slots=True, eq=False)
 class StepBatch:
     """What one process computes of one optimizer step.
 
@@ -82,23 +47,12 @@ class StepBatch:
         all_ranks_have_data: whether every process has a sample in this step.
     """
 
-    __slots__ = ("all_ranks_have_data", "epoch", "micro_batches", "num_nonempty", "samples", "step")
-
-    def __init__(
-        self,
-        micro_batches: list[MicroBatch],
-        samples: int,
-        num_nonempty: int,
-        epoch: int,
-        step: int,
-        all_ranks_have_data: bool,
-    ) -> None:
-        self.micro_batches = micro_batches
-        self.samples = samples
-        self.num_nonempty = num_nonempty
-        self.epoch = epoch
-        self.step = step
-        self.all_ranks_have_data = all_ranks_have_data
+    micro_batches: list[MicroBatch]
+    samples: int
+    num_nonempty: int
+    epoch: int
+    step: int
+    all_ranks_have_data: bool
 
     @property
     def num_local_samples(self) -> int:
@@ -106,14 +60,23 @@ class StepBatch:
         return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        """One whose tensors lie on `device`."""
-        return self._with([micro_batch.to(device, non_blocking) for micro_batch in self.micro_batches])
+        """One whose tensors lie on `device`; by way of page-locked memory where nobody waits."""
+        locks = non_blocking and torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            if locks and not tensor.is_cuda and not tensor.is_pinned():
+                tensor = tensor.pin_memory()
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return self._moved(move)
 
     def pin_memory(self) -> StepBatch:
-        """One whose tensors lie in page-locked memory."""
-        return self._with([micro_batch.pin_memory() for micro_batch in self.micro_batches])
+        """One whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
+        return self._moved(Tensor.pin_memory)
 
-    def _with(self, micro_batches: list[MicroBatch]) -> StepBatch:
-        moved = copy(self)
-        moved.micro_batches = micro_batches
-        return moved
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> StepBatch:
+        micro_batches = []
+        for each in self.micro_batches:
+            draws = None if each.draws is None else move(each.draws)
+            micro_batches.append(replace(each, batch=apply_to_collection(each.batch, Tensor, move), draws=draws))
+        return replace(self, micro_batches=micro_batches)
