@@ -1,4 +1,4 @@
-"""Measures a run: speed, waiting, memory, training loss of the last steps. Console and dashboard only show it."""
+"""Measures a run: the means of what its steps return, speed, waiting, memory. Console and dashboard only show it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.callbacks.means import WeightedMeans
+from lockstep.callbacks.speed import Speed
 from lockstep.callbacks.split import PARTS, StepSplit
 
 MOST_RANKS = 64  # more curves than that help nobody
@@ -20,219 +23,202 @@ GIB = float(1 << 30)
 
 
 class Meter(Callback):
-    """Counts samples and seconds at each step, on the host only; measures at the first step, then every `log_every`,
-    and at an epoch's last.
+    """Measures at the first step, then every `log_every`, and at an epoch's last; between, it counts on the host only.
 
     A measurement is the one place where the host waits for the device and the ranks talk: a single all-gather of a few
     numbers. It happens at the same step on all ranks. Between two of them one step is taken apart (see `StepSplit`),
     the second one, since an epoch's first fetches more and its last may be short.
 
+    An epoch's means of what `training_step` returns, `train/loss` and the like, are logged at its end (not to the
+    loggers, which get them between two measurements), and they are right after a resume in mid-epoch too.
+
     Args:
         log_every: optimizer steps between two measurements.
         log_seconds: measure earlier where `log_every` steps would take longer than this.
-        warmup: optimizer steps left out of `samples_per_second` (kernels are chosen, memory grows), once as many again
-            have been made.
+        warmup: optimizer steps left out of `samples_per_second`, see `Speed`.
         started: `time.time()` when the command began; None: when this object was made.
 
     Attributes:
-        latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/acc` (means over the samples
-            since the one before), `throughput/samples_per_second`, `time/step` and `time/data_wait` (seconds of one
-            step; the wait is the slowest rank's), `memory/peak_gib` (largest of the ranks); of the step taken apart
-            `split/data_wait`, `split/compute`, `split/all_reduce` and `split/other` (seconds, of the rank that waited
-            least for others); with several ranks `rank_speed/<rank>` (its samples a second of its own computing, in the
-            step taken apart) and `rank_memory/<rank>` (GiB).
+        latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/<name>` for what else the
+            first step's `training_step` returned (means over the samples since the one before),
+            `throughput/samples_per_second`, `time/step` and `time/data_wait` (seconds of one step; the wait is the
+            slowest rank's), `memory/peak_gib` (largest of the ranks); of the step taken apart `split/data_wait`,
+            `split/compute`, `split/all_reduce` and `split/other` (seconds, of the rank that waited least for others);
+            with several ranks `rank_speed/<rank>` (its samples a second of its own computing, in the step taken apart)
+            and `rank_memory/<rank>` (GiB).
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
+        edge: when, by training's own clock, the loop last turned to its loader.
     """
 
     def __init__(
         self, log_every: int = 50, log_seconds: float = 30.0, warmup: int = 10, started: float | None = None
     ) -> None:
-        self.log_every = log_every
-        self.log_seconds = log_seconds
-        self.warmup = warmup
-        self.started = time.time() if started is None else started
         self.latest: dict[str, float] = {}
         self.fresh = False
         self.samples_seen = 0
-        self.edge = 0.0  # when the loop last turned to its loader
-        self.wait = 0.0  # seconds that the step under way has waited for its batch
         self.seconds_to_first_step: float | None = None
-        self.steps = 0  # of this process
-        self._away = 0.0  # seconds spent in validation: our clock stands still meanwhile
-        self._left_at = 0.0
+        self.edge = 0.0
+        self._log_every = log_every
+        self._log_seconds = log_seconds
+        self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
-        self._wait = 0.0
-        self._end = 0.0  # when the last step ended
-        self._counted = 0  # samples of this process's steps: loading a checkpoint to test it moves samples_seen
-        self._marks: list[tuple[float, int]] = []  # (clock, samples counted) after the first step and after the warm-up
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
-        self._losses: torch.Tensor | None = None
+        self._waited = 0.0  # seconds since then
+        self._speed = Speed(warmup)
         self._split = StepSplit()
-        self._splitting = self._split_done = False
-        self._split_samples = 0
-
-    # --- what it knows ---
-
-    @property
-    def seconds(self) -> float:
-        """Since `started`."""
-        return time.time() - self.started
+        self._means = WeightedMeans()  # since the measurement before, on this rank
+        self._names: list[str] = []  # of what is measured
+        self._since: dict[str, Tensor] = {}  # by name sum and weight over all ranks, since the measurement before
+        self._epoch: dict[str, Tensor] = {}  # the same since the epoch began
+        self._epoch_number = -1
 
     @property
     def samples_per_second(self) -> float | None:
         """Mean of this process's training over all ranks, without warm-up and validation; None before two steps."""
-        if self.steps < 2:
-            return None
-        clock, samples = self._marks[-1] if self.steps >= 2 * self.warmup else self._marks[0]
-        return (self._counted - samples) / max(self._end - clock, 1e-9)
+        return self._speed.samples_per_second
 
     def due(self, trainer: Trainer, step: int) -> bool:
         """Whether optimizer step `step` (1 is a run's first) is measured when it ends; asked in that step."""
-        return step >= self._next or trainer.is_last_batch
+        return step >= self._next or trainer.is_last_batch or step == trainer.max_steps
 
     # --- hooks ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next = trainer.global_step + 1
-        self.edge = self._clock()
-        self._before = (self.edge, self.samples_seen, self.steps)
+        self.edge = self._speed.now()
+        self._before = (self.edge, self.samples_seen, self._speed.steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.edge = self._clock()  # skipped by Lightning when an epoch is resumed in its middle
+        self.edge = self._speed.now()
+        if self._epoch_number != trainer.current_epoch:  # not one that was resumed
+            self._epoch, self._epoch_number = {}, trainer.current_epoch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.wait = self._clock() - self.edge
-        self._wait += self.wait
-        second = self.steps == self._before[2] + 1
-        if second or (not self._split_done and self.due(trainer, trainer.global_step + 1)):
-            self._splitting = self._split_done = True
-            self._split.begin(trainer, pl_module, self.wait)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        if self._splitting:
-            self._split.mark("forward")
+        wait = self._speed.now() - self.edge
+        self._waited += wait
+        second = self._speed.steps == self._before[2] + 1
+        if second or (self.due(trainer, trainer.global_step + 1) and not self._split.taken):
+            self._split.begin(trainer, pl_module, wait, batch.num_local_samples)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._splitting:
-            self._split.mark("backward")
+        self._split.mark_backward()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._splitting:
-            self._split.mark("all_reduce" if trainer.world_size > 1 else "other")
+        self._split.mark("all_reduce" if trainer.world_size > 1 else "other")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.steps += 1
-        samples = _samples(batch, trainer.world_size)
-        self.samples_seen += samples
-        self._counted += samples
-        if self._splitting:
+        if self._split.running:
             self._split.end()
-            self._splitting, self._split_samples = False, _own_samples(batch, samples)
-        if not hasattr(pl_module, "train_totals"):
-            self._add_loss(outputs, _own_samples(batch, samples))
-        step = trainer.global_step
-        self.fresh = self.due(trainer, step)
+        self.samples_seen += batch.samples
+        self._means.add(
+            {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim == 0},
+            batch.num_local_samples,
+        )
+        self.fresh = self.due(trainer, trainer.global_step)
         if self.fresh:
-            self._measure(trainer, pl_module, step)
-        self.edge = self._end = self._clock()
-        if self.steps in (1, self.warmup):
-            self._marks.append((self._end, self._counted))
+            self._measure(trainer, pl_module)
+        self._speed.count(batch.samples)
+        self.edge = self._speed.now()
         if self.seconds_to_first_step is None:
-            self.seconds_to_first_step = self.seconds
+            self.seconds_to_first_step = time.time() - self._started
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._catch_up(pl_module)
-        self._left_at = time.perf_counter()
+        if pl_module.device.type == "cuda":  # the last steps may still be on their way
+            torch.cuda.synchronize(pl_module.device)
+        self._speed.leave()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._away += time.perf_counter() - self._left_at
+        self._speed.come_back()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._catch_up(pl_module)
+        self._collect(trainer, pl_module)
+        # All ranks hold the same numbers. A maximum keeps them, where Lightning's mean over 3 ranks could round.
+        how: dict[str, Any] = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "sync_dist": True}
+        means = {tag: mean.to(pl_module.device) for tag, mean in _means(self._epoch).items()}
+        pl_module.log_dict(means, logger=False, **how)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples_seen": self.samples_seen}
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._collect(trainer, pl_module)
+        sums = dict(self._epoch)
+        checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": sums}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.samples_seen = int(state_dict["samples_seen"])
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("meter")
+        if saved is not None and trainer.state.fn == "fit":
+            self.samples_seen, self._epoch_number = saved["samples_seen"], saved["epoch"]
+            self._epoch = dict(saved["sums"])
 
     # --- measuring ---
 
-    def _clock(self) -> float:
-        return time.perf_counter() - self._away
-
-    def _catch_up(self, module: LightningModule) -> None:
-        """On a GPU the last steps may still be on their way when the host has left them."""
-        if module.device.type == "cuda" and self.steps:
-            torch.cuda.synchronize(module.device)
-            self._end = self._clock()
-
-    def _add_loss(self, outputs: Any, samples: int) -> None:
-        """A module without `train_totals`: the loss that `training_step` returned, weighted by its samples."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            loss = loss.detach().double().reshape(())
-            row = torch.stack([loss * samples, loss.new_full((), float("nan")), loss.new_full((), samples)])
-            self._losses = row if self._losses is None else self._losses + row
-
-    def _measure(self, trainer: Trainer, module: LightningModule, step: int) -> None:
-        if hasattr(module, "train_totals"):
-            totals: torch.Tensor = cast(Any, module).train_totals(reset=True)
-        else:
-            totals = self._losses if self._losses is not None else torch.full((3,), float("nan"), device=module.device)
-            self._losses = None
-        clock, samples, steps = self._before
-        took = max(1, self.steps - steps)
-        mine = [self._wait / took, (self._clock() - clock) / took, peak_gib(module.device)]
-        totals = totals.to(module.device, torch.float64)
-        parts = self._split.seconds() or dict.fromkeys(PARTS, float("nan"))
-        mine += [*parts.values(), self._split_samples]
-        row = torch.cat([totals, totals.new_tensor(mine)])
+    def _collect(self, trainer: Trainer, module: LightningModule, mine: Sequence[float] = ()) -> Tensor:
+        """Adds up over all ranks what their steps have returned, in one all-gather with `mine`, numbers of this rank;
+        returns those of all, [ranks, len(mine)]. Every rank must call it."""
+        if not self._names:
+            return torch.empty(0)
+        sums = self._means.take(self._names, module.device)
+        row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        loss, correct, count = rows[:, :3].sum(dim=0).tolist()
-        wait, _, peak = rows[:, 3:6].amax(dim=0).tolist()
-        self._before = (self._clock(), self.samples_seen, self.steps)  # after the device has caught up
+        total = rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
+        for kept in (self._since, self._epoch):
+            for name, new in zip(self._names, total, strict=True):
+                kept[name] = kept[name] + new if name in kept else new
+        return rows[:, sums.numel() :]
+
+    def _measure(self, trainer: Trainer, module: LightningModule) -> None:
+        clock, samples, before = self._before
+        steps = self._speed.steps + 1  # the speed counts this one when all is measured
+        took = steps - before
+        if not self._names:  # the first step; rank zero always has samples
+            self._names = trainer.strategy.broadcast(self._means.names())
+        pace = (self._speed.now() - clock) / took
+        mine = [self._waited / took, pace, peak_gib(module.device), *self._split.seconds(), self._split.samples]
+        rows = self._collect(trainer, module, mine)
+        self._before = (self._speed.now(), self.samples_seen, steps)  # after the device has caught up
         elapsed = max(self._before[0] - clock, 1e-9)
-        self._wait, self._split_done = 0.0, False
-        latest = {
-            "train/loss": loss / count if count else float("nan"),
-            "train/acc": correct / count if count else float("nan"),
+        self.latest = {
+            **{tag: float(mean) for tag, mean in _means(self._since).items()},
             "throughput/samples_per_second": (self.samples_seen - samples) / elapsed,
             "time/step": elapsed / took,
-            "time/data_wait": wait,
-            "memory/peak_gib": peak,
-            **_taken_apart(rows[:, 5:]),
+            "time/data_wait": float(rows[:, 0].max()),
+            "memory/peak_gib": float(rows[:, 2].max()),
+            **_taken_apart(rows[:, 2:]),
         }
-        # A loss that is NaN is news; anything else that is NaN was not counted.
-        self.latest = {tag: value for tag, value in latest.items() if tag == "train/loss" or value == value}
-        pace = float(rows[0, 4])  # rank zero's, so that all ranks agree on the next step to measure
-        soon = step + max(1, int(self.log_seconds / max(pace, 1e-9)))
-        self._next = min(soon, (step // self.log_every + 1) * self.log_every)
+        self._waited, self._since = 0.0, {}
+        # By rank zero's pace, so that all ranks agree on the next step to measure.
+        step, pace = trainer.global_step, float(rows[0, 1])
+        soon = step + max(1, int(self._log_seconds / max(pace, 1e-9)))
+        self._next = min(soon, (step // self._log_every + 1) * self._log_every)
 
 
-def _taken_apart(rows: torch.Tensor) -> dict[str, float]:
-    """Tags of one step from each rank's memory, seconds by part and samples, [ranks, 8]."""
-    memory, samples = rows[:, 0].tolist(), rows[:, -1].tolist()
-    parts = dict(zip(PARTS, rows[:, 1:-1].T, strict=True))
-    compute = parts["forward"] + parts["backward"] + parts["optimizer"]
+def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their tags and means; float64, 0-dim."""
+    return {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
+
+
+def _taken_apart(rows: Tensor) -> dict[str, float]:
+    """Tags of one step from each rank's memory, seconds by part and samples, [ranks, 6]."""
+    memory, parts, samples = rows[:, 0], dict(zip(PARTS, rows[:, 1:-1].T, strict=True)), rows[:, -1]
     slowest = int(parts["all_reduce"].argmin())  # the others' all-reduce is mostly waiting for this one
-    shown = {**{name: parts[name] for name in ("data_wait", "all_reduce", "other")}, "compute": compute}
-    found = {f"split/{name}": float(seconds[slowest]) for name, seconds in shown.items()}
+    found = {f"split/{name}": float(seconds[slowest]) for name, seconds in parts.items()}
     if 1 < len(rows) <= MOST_RANKS:
-        own = (parts["forward"] + parts["backward"]).tolist()
-        found |= {f"rank_speed/{r}": n / max(t, 1e-9) for r, (n, t) in enumerate(zip(samples, own, strict=True))}
-        found |= {f"rank_memory/{rank}": gib for rank, gib in enumerate(memory)}
-    return found
+        speeds = samples / parts["compute"].clamp(min=1e-9)
+        found |= {f"rank_speed/{rank}": speed for rank, speed in enumerate(speeds.tolist())}
+        found |= {f"rank_memory/{rank}": gib for rank, gib in enumerate(memory.tolist())}
+    return {tag: value for tag, value in found.items() if value == value}  # nan where no step was taken apart
 
 
-def find(trainer: Trainer) -> Meter | None:
-    """The run's Meter, if it has one."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, Meter)), None)
+def find(trainer: Trainer, above: Callback | None = None) -> Meter | None:
+    """The run's Meter, if it has one, among its callbacks or those that are listed above one of them."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if callback is above:
+            return None
+        if isinstance(callback, Meter):
+            return callback
+    return None
 
 
 @contextlib.contextmanager
@@ -250,18 +236,3 @@ def peak_gib(device: torch.device) -> float:
         return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-
-
-def _samples(batch: Any, world_size: int) -> int:
-    """Samples of the whole step: a StepBatch knows them, an ordinary batch is one rank's part."""
-    samples = getattr(batch, "samples", None)
-    if isinstance(samples, int):
-        return samples
-    while isinstance(batch, list | tuple | dict) and batch:
-        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    return len(batch) * world_size if isinstance(batch, torch.Tensor) and batch.dim() else world_size
-
-
-def _own_samples(batch: Any, samples: int) -> int:
-    """Weight of this rank's loss among the ranks': its samples of the step, where it knows them."""
-    return int(getattr(batch, "own", samples))

@@ -1,4 +1,4 @@
-"""What a classifier gets wrong: confusion matrix, the worst mistakes, precision-recall curves, accuracy by class."""
+"""What a classifier gets wrong: confusion matrix, accuracy by class, the worst mistakes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep.callbacks import drawing
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.boards import Pace, boards
 from lockstep.callbacks.meter import aside
-from lockstep.callbacks.pace import Pace
-from lockstep.callbacks.prediction_stats import THRESHOLDS, PredictionStats, curve
 from lockstep.loading import Spec
-from lockstep.run.checks import real, whole
 from lockstep.step.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
-MOST_CURVES = 20  # precision-recall curves; above, only the one over all classes
+MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
+COLUMNS = 6  # of mistakes
 
 
 class Pictures(Callback):
-    """Draws on TensorBoard after the test, after the run's last validation, and after others now and then.
+    """Shows on TensorBoard, of each validation and of the test, the accuracy of each class (`val_class/<class>`); and
+    after the test, after the run's last validation, and after others now and then the confusion matrix and the worst
+    mistakes.
 
     It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
     gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
@@ -33,23 +35,24 @@ class Pictures(Callback):
     """
 
     def __init__(self, seconds: float = 60.0, mistakes: int = 24) -> None:
-        self.pace = Pace(real(least=0)("callbacks.pictures.seconds", seconds))
-        self.mistakes = whole(1)("callbacks.pictures.mistakes", mistakes)
-        self._verdicts: PredictionStats | None = None
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
+            raise Refusal(f"callbacks.pictures.seconds={seconds}: must be a number of at least 0")
+        if isinstance(mistakes, bool) or not isinstance(mistakes, int) or mistakes < 1:
+            raise Refusal(f"callbacks.pictures.mistakes={mistakes}: must be a whole number of at least 1")
+        self._pace = Pace(seconds)
+        self._most = mistakes
+        self._hook: Any = None  # while it listens
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
-        self._hook: Any = None
+        self._confusion: MulticlassConfusionMatrix
+        self._mistakes: Mistakes
 
     # --- listening ---
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or not boards(trainer):
-            return
-        if is_last_step(trainer) or trainer.strategy.broadcast(self.pace.due):
-            self._listen(trainer, pl_module)
+        self._listen(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if boards(trainer):
-            self._listen(trainer, pl_module)
+        self._listen(trainer, pl_module)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
@@ -62,95 +65,157 @@ class Pictures(Callback):
         self._count(trainer, batch, "test")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, "val")
+        self._finish(trainer, "val")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, "test")
+        self._finish(trainer, "test")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._leave()
 
     def _listen(self, trainer: Trainer, module: LightningModule) -> None:
-        spec = data_spec(trainer)
-        if spec is not None:
-            self._verdicts = PredictionStats(spec, self.mistakes, module.device)
-            self._hook = module.register_forward_hook(self._remember)
+        if not boards(trainer):
+            return
+        spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
+        self._confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False).to(module.device)
+        self._mistakes = Mistakes(spec, self._most, module.device)
 
-    def _remember(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        self._seen = (args[0] if args else None), output
+        def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            self._seen = (args[0] if args else None), output
+
+        self._hook = module.register_forward_hook(remember)
 
     def _count(self, trainer: Trainer, batch: Any, split: str) -> None:
-        if self._verdicts is None or not isinstance(batch, tuple | list) or len(batch) != 2:
+        (given, logits), self._seen = self._seen, (None, None)
+        if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
-        (x, y), (given, logits) = batch, self._seen
-        self._seen = None, None
-        idle = trainer.datamodule.stand_in(split)  # type: ignore[attr-defined]
-        if given is x and not idle and self._verdicts.fits(x, logits, y):
-            self._verdicts.add(x, logits.detach(), y)
+        x, y = batch
+        stand_in = trainer.datamodule.stand_in(split)  # type: ignore[attr-defined]
+        if given is x and not stand_in and _classified(x, logits, y, self._confusion.num_classes):
+            self._confusion.update(logits, y)
+            self._mistakes.add(x, logits, y)
 
-    def _leave(self) -> PredictionStats | None:
-        found, self._verdicts, self._seen = self._verdicts, None, (None, None)
+    def _leave(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-            self._hook = None
-        return found
+        self._hook, self._seen = None, (None, None)
 
     # --- drawing ---
 
-    def _finish(self, trainer: Trainer, module: LightningModule, split: str) -> None:
-        found = self._leave()
-        if found is None:
+    def _finish(self, trainer: Trainer, split: str) -> None:
+        if self._hook is None:
             return
-        with aside(trainer), self.pace.spend():
-            found.gather(trainer.strategy, trainer.world_size)
-            if trainer.is_global_zero and int(found.confusion.sum()):
+        self._leave()
+        with aside(trainer):
+            confusion = self._confusion.compute().cpu()
+            drawn = split == "test" or is_last_step(trainer) or trainer.strategy.broadcast(self._pace.due)
+            if drawn:
+                self._mistakes.gather(trainer)
+            if not trainer.is_global_zero or not confusion.any():
+                return
+            if len(confusion) <= MOST_CLASSES:
+                accuracies = _by_class(confusion, self._mistakes.classes, f"{split}_class")
                 for board in boards(trainer):
-                    _draw(board.experiment, found, split, trainer.global_step, getattr(module, "confusion", None))
+                    board.log_metrics(accuracies, trainer.global_step)
+            if drawn:
+                with self._pace.spend():
+                    self._draw(trainer, confusion, split)
+
+    def _draw(self, trainer: Trainer, confusion: Tensor, split: str) -> None:
+        from matplotlib.figure import Figure  # not pyplot's, which may open a window
+
+        right, count = int(confusion.diagonal().sum()), int(confusion.sum())
+        figures: dict[str, Any] = {}
+        if len(confusion) <= MOST_CLASSES:
+            numbers = len(confusion) <= MOST_NUMBERS
+            size = 3 + len(confusion) * (0.4 if numbers else 0.15)
+            figure = figures["confusion"] = Figure((size, size), layout="constrained")
+            figure.suptitle(f"step {trainer.global_step}: {right:,} of {count:,} right")
+            axes = figure.add_subplot()
+            self._confusion.plot(confusion, axes, labels=self._mistakes.classes, add_text=numbers, cmap="Blues")
+        if len(self._mistakes):
+            rows = -(-len(self._mistakes) // COLUMNS)
+            figure = figures["mistakes"] = Figure((9, 1 + 1.8 * rows), layout="constrained")
+            figure.suptitle(f"step {trainer.global_step}: the worst of {count - right:,} mistakes")
+            self._mistakes.draw(figure.add_subplot())
+        for name, figure in figures.items():
+            for board in boards(trainer):
+                board.experiment.add_figure(f"{name}/{split}", figure, trainer.global_step)
 
 
-def _draw(writer: Any, found: PredictionStats, split: str, step: int, own: torch.Tensor | None) -> None:
-    classes = [str(name) for name in found.spec.classes]
-    confusion, scores = found.confusion.cpu(), found.scores.cpu()
-    where = {"val": "validation", "test": "test"}[split]
-    right, count = int(confusion.diagonal().sum()), int(confusion.sum())
-    if len(classes) <= MOST_CLASSES:
-        title = f"{where}, step {step}: {right:,} of {count:,} right"
-        writer.add_image(
-            f"confusion/{split}", drawing.confusion(confusion.numpy(), classes, title), step, dataformats="HWC"
-        )
-    if mistakes := found.mistakes():
-        images = found.images[:mistakes, : 3 if found.spec.channels >= 3 else 1].permute(0, 2, 3, 1).cpu()
-        captions = [
-            (f"{sure:.0%} {classes[said]}", f"is {classes[truth]}")
-            for said, sure, truth in zip(
-                found.predictions.tolist(), found.probabilities.tolist(), found.labels.tolist(), strict=True
-            )
-        ][:mistakes]
-        title = f"{where}, step {step}: the worst {mistakes} of {count - right:,} mistakes, how sure, and what is right"
-        sheet = drawing.wrong(images.expand(-1, -1, -1, 3).numpy(), captions, title)
-        writer.add_image(f"misclassified/{split}", sheet, step, dataformats="HWC")
-    curves = {"all classes": scores.sum(dim=0)}
-    if len(classes) <= MOST_CURVES:
-        curves |= dict(zip(classes, scores, strict=True))
-    for name, counts in curves.items():
-        writer.add_pr_curve_raw(f"pr_{split}/{name}", **curve(counts), global_step=step, num_thresholds=THRESHOLDS)
-    if (split == "test" or own is None) and len(classes) <= MOST_CLASSES:  # else Dashboard does, at each validation
-        for tag, value in by_class(confusion, classes, f"{split}_class").items():
-            writer.add_scalar(tag, value, step)
+class Mistakes:
+    """The samples with the largest loss among those that were got wrong, worst first.
+
+    Args:
+        spec: the data's; it gives the images' shape, so that ranks without a sample join.
+        most: how many are kept.
+        device: where samples come from.
+    """
+
+    def __init__(self, spec: Spec, most: int, device: torch.device) -> None:
+        self.classes = [str(name) for name in spec.classes]
+        self._spec = spec
+        self._losses = torch.full((most,), -1.0, dtype=torch.float64, device=device)  # -1: there are fewer
+        self._facts = torch.zeros(most, 3, dtype=torch.float64, device=device)  # label, prediction, its probability
+        shape = spec.channels, spec.image_size, spec.image_size
+        self._images = torch.zeros(most, *shape, dtype=torch.uint8, device=device)
+
+    def __len__(self) -> int:
+        return int((self._losses >= 0).sum())
+
+    def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
+        """Adds n samples: normalised images x, logits or log-probabilities [n, C], labels y [n]."""
+        logs = logits.detach().double().log_softmax(dim=1)
+        sure, predictions = logs.max(dim=1)
+        losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
+        worst = losses.topk(min(len(self._losses), len(y))).indices
+        mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
+        pixels = ((x[worst] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        self._keep(losses[worst], torch.stack([y, predictions, sure.exp()], dim=1)[worst], pixels)
+
+    def gather(self, trainer: Trainer) -> None:
+        """Keeps the worst over all ranks; every rank must call it."""
+        kept = self._losses, self._facts, self._images
+        if trainer.world_size > 1:
+            everyone = [trainer.strategy.all_gather(part).flatten(0, 1) for part in kept]
+            self._losses.fill_(-1.0)
+            self._keep(*everyone)
+
+    def draw(self, axes: Any) -> None:
+        """Each image, and below it what it was taken for, how surely, and what it is."""
+        images = self._images.permute(0, 2, 3, 1)[..., : 3 if self._spec.channels >= 3 else 1].cpu().numpy()
+        for number, (label, said, sure) in enumerate(self._facts[: len(self)].tolist()):
+            row, column = divmod(number, COLUMNS)
+            extent = column, column + 0.9, -row - 0.7, -row
+            axes.imshow(images[number], extent=extent, cmap="gray", vmin=0, vmax=255, aspect="auto")
+            caption = f"said {self.classes[int(said)][:12]} {sure:.0%}\nis {self.classes[int(label)][:18]}"
+            axes.text(column, -row - 0.73, caption, fontsize=9, verticalalignment="top")
+        axes.set(xlim=(0, COLUMNS), ylim=(-row - 1, 0))
+        axes.axis("off")
+
+    def _keep(self, losses: Tensor, facts: Tensor, images: Tensor) -> None:
+        """The worst of those kept and these."""
+        losses = torch.cat([self._losses, losses])
+        worst = losses.argsort(descending=True, stable=True)[: len(self._losses)]
+        self._losses = losses[worst]
+        self._facts = torch.cat([self._facts, facts])[worst]
+        self._images = torch.cat([self._images, images])[worst]
 
 
-def boards(trainer: Trainer) -> list[TensorBoardLogger]:
-    """The Trainer's TensorBoard loggers."""
-    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+def _classified(x: Any, logits: Any, y: Any, classes: int) -> bool:
+    """Whether these are images, a score for each class, and labels."""
+    return (
+        all(isinstance(part, Tensor) for part in (x, logits, y))
+        and logits.is_floating_point()
+        and logits.shape == (len(x), classes)
+        and y.dtype == torch.int64
+        and y.shape == (len(x),)
+        and x.ndim == 4
+        and bool(((y >= 0) & (y < classes)).all())
+    )
 
 
-def data_spec(trainer: Trainer) -> Spec | None:
-    """What the run's data are; None where they are not ours."""
-    return getattr(getattr(getattr(trainer, "datamodule", None), "splits", None), "spec", None)
-
-
-def by_class(confusion: torch.Tensor, classes: list[str], group: str) -> dict[str, float]:
-    """Accuracy of each class as `<group>/<class>`; confusion int64 [C, C], row = label. A class without a sample has
-    none."""
+def _by_class(confusion: Tensor, classes: list[str], group: str) -> dict[str, float]:
+    """Accuracy of each class as `<group>/<class>`; a class without a sample has none."""
     counts, hits = confusion.sum(dim=1).tolist(), confusion.diagonal().tolist()
     return {f"{group}/{name}": hit / count for name, hit, count in zip(classes, hits, counts, strict=True) if count}

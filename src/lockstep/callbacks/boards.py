@@ -1,4 +1,4 @@
-"""How often something costly may happen beside training."""
+"""What the callbacks that draw share: TensorBoard's loggers, and how often something costly may happen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+
 SHARE = 0.02  # of the run's time that one kind of costly thing may take
+
+
+def boards(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's TensorBoard loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 class Pace:
@@ -16,7 +24,7 @@ class Pace:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self._seconds = seconds
         self._next = 0.0
 
     @property
@@ -29,4 +37,4 @@ class Pace:
         start = time.monotonic()
         yield
         now = time.monotonic()
-        self._next = now + max(self.seconds, (now - start) / SHARE)
+        self._next = now + max(self._seconds, (now - start) / SHARE)
