@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import product
 from typing import Any
 
@@ -75,26 +74,17 @@ def test_overfit_learns_one_batch_by_heart(run_train: Program) -> None:
     assert not [name for name in metrics if name.startswith(("val/", "test/"))]
 
 
-def test_profile_leaves_a_trace_and_a_page(run_train: Program) -> None:
+def test_profile_leaves_a_trace_and_a_table(run_train: Program) -> None:
     run = run_train("debug=profile", *LAYOUT)
     events = json.loads((run.folder / "profile" / "trace.json").read_text())["traceEvents"]
     names = [event.get("name", "") for event in events]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 8
-    assert names.count("step: backward") == 16  # two turns of each step
-    page = (run.folder / "profile" / "summary.txt").read_text()
-    assert len(page.splitlines()) < 40
-    parts = re.findall(r"^ +([\d.]+)% +([\d.]+) ms   ([\w -]+?) +#*$", page, flags=re.MULTILINE)
-    assert [name for _, _, name in parts] == ["data wait", "forward", "backward", "all-reduce", "optimizer", "other"]
-    assert sum(float(share) for share, _, _ in parts) == pytest.approx(100, abs=0.4)
-    took = float(re.findall(r"a step takes ([\d.]+) ms", page)[0])
-    assert sum(float(milliseconds) for _, milliseconds, _ in parts) == pytest.approx(took, abs=0.1)
-    assert all(float(milliseconds) > 0 for _, milliseconds, name in parts if name != "other")
-    assert "aten::convolution_backward" in page
-    assert "aten::convolution_backward" in (run.folder / "train.log").read_text()
+    for place in (run.folder / "profile" / "summary.txt", run.folder / "train.log"):
+        (line,) = [line for line in place.read_text().splitlines() if "aten::convolution_backward " in line]
+        assert int(line.split()[-1]) == 8 * 2 * 2  # steps, micro-batches, layers
 
 
 def test_a_run_that_goes_on_is_profiled_from_its_own_first_step(run_train: Program) -> None:
     first = run_train("data=synthetic", "logger=none", "threads=1", "max_steps=30", "max_epochs=9")
-    run = run_train(f"resume={first.folder}", "debug=profile", "max_steps=50", "max_epochs=9")
-    page = (run.folder / "profile" / "summary.txt").read_text()
-    assert "medians of 8 steps without the profiler" in page
+    run = run_train(f"resume={first.folder}", "debug=profile", "max_steps=41", "max_epochs=9")
+    assert (run.folder / "profile" / "summary.txt").exists()

@@ -6,7 +6,6 @@ does not look at the CRCs inside, and a flipped byte in the weights would load a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -64,22 +63,19 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
         CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code; a good one beside it is
             offered.
     """
-    try:
-        return _load(Path(path), map_location)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_offer(Path(path))}") from error.__cause__
-
-
-def _load(path: Path, map_location: Any) -> dict[str, Any]:
-    _check(path)
+    path = Path(path)
+    if wrong := _fault(path):
+        raise CheckpointError(f"{path}: {wrong}{_offer(path)}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
+        raise CheckpointError(
+            f"{path}: can't be loaded as plain data and tensors ({reason[:120]}){_offer(path)}"
+        ) from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(
-            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
+            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule{_offer(path)}"
         )
     return checkpoint
 
@@ -113,9 +109,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Does something after what is being written, if that goes well."""
-        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         before = self._pending[-1] if self._pending else None
-        self._pending.append(self._writer.submit(_after, before, task, *args))
+
+        def work() -> None:
+            if before is not None:
+                before.result()
+            task(*args)
+
+        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
+        self._pending.append(self._writer.submit(work))
 
     def wait(self) -> None:
         """Returns when all is on the disk.
@@ -151,13 +153,7 @@ def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
     just ended), and the optimizer step after which they were saved."""
     if trainer.ckpt_path is None:
         return None, trainer.global_step
-    return str(trainer.ckpt_path), getattr(trainer.strategy.checkpoint_io, "loaded_step", None)
-
-
-def _after(before: Future[None] | None, task: Callable[..., None], *args: Any) -> None:
-    if before is not None:
-        before.result()
-    task(*args)
+    return str(trainer.ckpt_path), cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).loaded_step
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -187,49 +183,43 @@ class _Digesting:
         self.file.flush()
 
 
-def _check(path: Path) -> None:
+def _fault(path: Path) -> str:
+    """What is wrong with a file, without loading it."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(4)
             file.seek(max(0, size - TRAILER))
             trailer = file.read()
+    except FileNotFoundError:
+        return "no such file"
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise CheckpointError(
-            f"{path}: " + ("no such file" if missing else f"can't be read ({error.strerror})")
-        ) from error
+        return f"can't be read ({error.strerror})"
     if not size:
-        raise CheckpointError(f"{path}: the file is empty")
+        return "the file is empty"
     if start != b"PK\x03\x04":
-        raise CheckpointError(f"{path}: not a checkpoint (not a file that torch.save wrote)")
-    if not _is_zip(path):
-        raise CheckpointError(f"{path}: the file is cut off: its end is missing after {size:,} bytes")
+        return "not a checkpoint (not a file that torch.save wrote)"
+    try:
+        whole = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # it looks closer than its name says
+        whole = False
+    if not whole:
+        return f"the file is cut off: its end is missing after {size:,} bytes"
     if trailer[-22:-18] == b"PK\x05\x06" and trailer.endswith(b"\0\0"):
         whole = _crcs_match(path)  # without our digest, as plain Lightning writes it: the zip's own CRCs must do
     else:
         whole = trailer == MARK + _sha256(path, size)
     if not whole:
-        raise CheckpointError(f"{path}: the file is damaged or cut off: its checksum does not match its {size:,} bytes")
-    if code := _code(path):
-        raise CheckpointError(f"{path}: refused, it holds code, not only data: {code}")
+        return f"the file is damaged or cut off: its checksum does not match its {size:,} bytes"
+    code = _code(path)
+    return f"refused, it holds code, not only data: {code}" if code else ""
 
 
 def _offer(path: Path) -> str:
     """Names the newest good checkpoint of the same folder."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path]
-    for other in sorted(others, key=lambda other: other.stat().st_mtime, reverse=True):
-        with contextlib.suppress(CheckpointError):
-            _check(other)
-            return f"; {other.name} beside it is whole"
-    return ""
-
-
-def _is_zip(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # it looks closer than its name says
-        return False
+    others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
+    return next((f"; {other.name} beside it is whole" for other in others if not _fault(other)), "")
 
 
 def _sha256(path: Path, size: int) -> bytes:

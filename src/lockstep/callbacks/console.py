@@ -35,8 +35,8 @@ class Console(Callback):
     """
 
     def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0) -> None:
-        self.wants_bar = sys.stderr.isatty() if bar is None else bar
-        self.pause = refresh_seconds if self.wants_bar else line_seconds
+        self._wants_bar = sys.stderr.isatty() if bar is None else bar
+        self._pause = refresh_seconds if self._wants_bar else line_seconds
         self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
         self._meter: Meter | None = None
         self._bar: Progress | None = None
@@ -46,8 +46,8 @@ class Console(Callback):
         if not trainer.is_global_zero:
             return
         self._meter = find(trainer)
-        self._next = time.monotonic() + self.pause
-        if self.wants_bar:
+        self._next = time.monotonic() + self._pause
+        if self._wants_bar:
             self._start_bar(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,15 +58,14 @@ class Console(Callback):
     ) -> None:
         if (now := time.monotonic()) < self._next:
             return
-        self._next = now + self.pause
+        self._next = now + self._pause
         latest = self._meter.latest if self._meter else {}
+        train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
         if self._bar:
-            names = {tag: tag.removeprefix("train/") for tag in latest if tag.startswith("train/")}
-            shown = _line(_metrics({name: latest[tag] for tag, name in names.items()}), self._speed())
+            shown = _line(_metrics(train).replace("train/", ""), self._speed())
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=trainer.global_step, epoch=_epoch(trainer), shown=shown, refresh=True)
         else:
-            train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
             step = f"step {trainer.global_step}/{_total_steps(trainer) or '?'}"
             LOG.info(_line(_epoch(trainer), step, _metrics(train), self._speed()))
 
@@ -80,7 +79,7 @@ class Console(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            # The module logs the epoch's means after this hook: the line waits for the next one.
+            # The module may log something after this hook: the line waits for the next one.
             self._ended = _line(_epoch(trainer), f"step {trainer.global_step}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,15 +93,13 @@ class Console(Callback):
         if not trainer.is_global_zero:
             return
         metrics = trainer.callback_metrics
-        found = {
-            name.removeprefix("test/"): _short(float(metrics[name])) for name in metrics if name.startswith("test/")
-        }
-        if found:
-            widths = {name: max(len(name), len(value)) for name, value in found.items()}
+        names = [name for name in metrics if name.startswith("test/")]
+        if names:
+            cells = [(name.removeprefix("test/"), _short(float(metrics[name]))) for name in names]
             path, step = weights_in_use(trainer)
-            title = f"test ({Path(path).name if path else 'last weights'}, step {step})  "
-            LOG.info(title + "  ".join(name.rjust(widths[name]) for name in found))
-            LOG.info(" " * len(title) + "  ".join(value.rjust(widths[name]) for name, value in found.items()))
+            title = f"test ({Path(path).name if path else 'last weights'}, step {step})"
+            for number, first in enumerate((title, " " * len(title))):  # the names, and their values below
+                LOG.info(_line(first, *(cell[number].rjust(max(map(len, cell))) for cell in cells)))
 
     # --- lines ---
 
@@ -112,7 +109,7 @@ class Console(Callback):
         lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}" if trainer.optimizers else ""
         LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
         self._ended = None
-        self._next = time.monotonic() + self.pause
+        self._next = time.monotonic() + self._pause
 
     def _speed(self) -> str:
         speed = self._meter.samples_per_second if self._meter else None

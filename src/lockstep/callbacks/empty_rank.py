@@ -15,20 +15,11 @@ class DummyBatchOnEmptyRank(pl.Callback):
     def __init__(self) -> None:
         self._updates: list[tuple[Metric, int]] = []
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self._updates = _updates(pl_module)
+    def _take_down(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
 
-    def on_test_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self._updates = _updates(pl_module)
-
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._forget(trainer, "val")
-
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._forget(trainer, "test")
-
-    def _forget(self, trainer: pl.Trainer, split: str) -> None:
-        if not trainer.datamodule.stand_in(split):  # type: ignore[attr-defined]
+    def _forget(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):  # type: ignore[attr-defined]
             return
         for metric, before in self._updates:
             if metric.update_count != before:  # others are those of the epoch that is under way
@@ -38,6 +29,5 @@ class DummyBatchOnEmptyRank(pl.Callback):
                 result.reset()
                 result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
 
-
-def _updates(module: pl.LightningModule) -> list[tuple[Metric, int]]:
-    return [(part, part.update_count) for part in module.modules() if isinstance(part, Metric)]
+    on_validation_batch_start = on_test_batch_start = _take_down
+    on_validation_batch_end = on_test_batch_end = _forget

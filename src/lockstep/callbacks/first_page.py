@@ -41,12 +41,16 @@ def write(writer: SummaryWriter, step: int, config: Mapping[str, Any], headline:
     # their values now, and draw them as points of their own.
     columns, row, _ = hparams(dict(hyper_parameters(config)), dict.fromkeys(COMPARED, 0.0))
     for summary in (columns, row):
-        writer.file_writer.add_summary(summary)
+        _file(writer).add_summary(summary)
 
 
 def end(writer: SummaryWriter) -> None:
     """The HParams page is told that the run has ended well."""
-    writer.file_writer.add_summary(hparams({}, {})[2])
+    _file(writer).add_summary(hparams({}, {})[2])
+
+
+def _file(writer: SummaryWriter) -> Any:
+    return writer.file_writer
 
 
 def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, bool | int | float | str]]:
@@ -64,7 +68,7 @@ def add_graph(writer: SummaryWriter, trainer: Trainer, module: LightningModule) 
     """The model, traced in evaluation mode, so that neither running statistics nor random state move. It takes as long
     as a few steps."""
     try:
-        example = module.example_input_array
+        example: Any = module.example_input_array
         if example is None:
             spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
             example = torch.zeros(1, spec.channels, spec.image_size, spec.image_size)

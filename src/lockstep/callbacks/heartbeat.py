@@ -11,16 +11,9 @@ from lockstep.launch.watchdog import beat
 
 class Heartbeat(pl.Callback):
     """Tells the parent at the start and at each batch of an evaluation or prediction that this worker is alive, and how
-    far; the loop does so at each turn of a step."""
+    far; the loop does so at each micro-batch of a step."""
 
-    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        beat(trainer.global_step)  # of a resumed run
-
-    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def _beat(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         beat(trainer.global_step)
 
-    def on_test_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        beat(trainer.global_step)
-
-    def on_predict_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        beat(trainer.global_step)
+    on_train_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _beat

@@ -46,66 +46,40 @@ class Pictures(Callback):
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
-    # --- listening ---
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._listen(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._listen(trainer, pl_module)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
-    ) -> None:
-        self._count(trainer, batch, "val")
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *args: Any
-    ) -> None:
-        self._count(trainer, batch, "test")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, "val")
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, "test")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _listen(self, trainer: Trainer, module: LightningModule) -> None:
+    def _listen(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not boards(trainer):
             return
         spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
-        self._confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False).to(module.device)
-        self._mistakes = Mistakes(spec, self._most, module.device)
+        self._confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False).to(pl_module.device)
+        self._mistakes = Mistakes(spec, self._most, pl_module.device)
 
         def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
             self._seen = (args[0] if args else None), output
 
-        self._hook = module.register_forward_hook(remember)
+        self._hook = pl_module.register_forward_hook(remember)
 
-    def _count(self, trainer: Trainer, batch: Any, split: str) -> None:
+    def _count(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> None:
         (given, logits), self._seen = self._seen, (None, None)
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        stand_in = trainer.datamodule.stand_in(split)  # type: ignore[attr-defined]
+        stand_in = trainer.datamodule.stand_in(_split(trainer))  # type: ignore[attr-defined]
         if given is x and not stand_in and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
-    def _leave(self) -> None:
+    def _leave(self, *args: Any, **kwargs: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook, self._seen = None, (None, None)
 
-    # --- drawing ---
-
-    def _finish(self, trainer: Trainer, split: str) -> None:
+    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._hook is None:
             return
         self._leave()
+        split = _split(trainer)
         with aside(trainer):
             confusion = self._confusion.compute().cpu()
             drawn = split == "test" or is_last_step(trainer) or trainer.strategy.broadcast(self._pace.due)
@@ -120,6 +94,11 @@ class Pictures(Callback):
             if drawn:
                 with self._pace.spend():
                     self._draw(trainer, confusion, split)
+
+    on_validation_start = on_test_start = _listen
+    on_validation_batch_end = on_test_batch_end = _count
+    on_validation_end = on_test_end = _finish
+    on_exception = _leave
 
     def _draw(self, trainer: Trainer, confusion: Tensor, split: str) -> None:
         from matplotlib.figure import Figure  # not pyplot's, which may open a window
@@ -150,41 +129,46 @@ class Mistakes:
         spec: the data's; it gives the images' shape, so that ranks without a sample join.
         most: how many are kept.
         device: where samples come from.
+
+    Attributes:
+        losses: float64 [most]; -1 where there are fewer mistakes.
+        facts: label, prediction, and the prediction's probability, float64 [most, 3].
+        images: uint8 [most, channels, size, size].
     """
 
     def __init__(self, spec: Spec, most: int, device: torch.device) -> None:
         self.classes = [str(name) for name in spec.classes]
         self._spec = spec
-        self._losses = torch.full((most,), -1.0, dtype=torch.float64, device=device)  # -1: there are fewer
-        self._facts = torch.zeros(most, 3, dtype=torch.float64, device=device)  # label, prediction, its probability
+        self.losses = torch.full((most,), -1.0, dtype=torch.float64, device=device)
+        self.facts = torch.zeros(most, 3, dtype=torch.float64, device=device)
         shape = spec.channels, spec.image_size, spec.image_size
-        self._images = torch.zeros(most, *shape, dtype=torch.uint8, device=device)
+        self.images = torch.zeros(most, *shape, dtype=torch.uint8, device=device)
 
     def __len__(self) -> int:
-        return int((self._losses >= 0).sum())
+        return int((self.losses >= 0).sum())
 
     def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
         """Adds n samples: normalised images x, logits or log-probabilities [n, C], labels y [n]."""
         logs = logits.detach().double().log_softmax(dim=1)
         sure, predictions = logs.max(dim=1)
         losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
-        worst = losses.topk(min(len(self._losses), len(y))).indices
+        worst = losses.topk(min(len(self.losses), len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
         pixels = ((x[worst] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         self._keep(losses[worst], torch.stack([y, predictions, sure.exp()], dim=1)[worst], pixels)
 
     def gather(self, trainer: Trainer) -> None:
         """Keeps the worst over all ranks; every rank must call it."""
-        kept = self._losses, self._facts, self._images
+        kept = self.losses, self.facts, self.images
         if trainer.world_size > 1:
             everyone = [trainer.strategy.all_gather(part).flatten(0, 1) for part in kept]
-            self._losses.fill_(-1.0)
+            self.losses.fill_(-1.0)
             self._keep(*everyone)
 
     def draw(self, axes: Any) -> None:
         """Each image, and below it what it was taken for, how surely, and what it is."""
-        images = self._images.permute(0, 2, 3, 1)[..., : 3 if self._spec.channels >= 3 else 1].cpu().numpy()
-        for number, (label, said, sure) in enumerate(self._facts[: len(self)].tolist()):
+        images = self.images.permute(0, 2, 3, 1)[..., : 3 if self._spec.channels >= 3 else 1].cpu().numpy()
+        for number, (label, said, sure) in enumerate(self.facts[: len(self)].tolist()):
             row, column = divmod(number, COLUMNS)
             extent = column, column + 0.9, -row - 0.7, -row
             axes.imshow(images[number], extent=extent, cmap="gray", vmin=0, vmax=255, aspect="auto")
@@ -195,11 +179,15 @@ class Mistakes:
 
     def _keep(self, losses: Tensor, facts: Tensor, images: Tensor) -> None:
         """The worst of those kept and these."""
-        losses = torch.cat([self._losses, losses])
-        worst = losses.argsort(descending=True, stable=True)[: len(self._losses)]
-        self._losses = losses[worst]
-        self._facts = torch.cat([self._facts, facts])[worst]
-        self._images = torch.cat([self._images, images])[worst]
+        losses = torch.cat([self.losses, losses])
+        worst = losses.argsort(descending=True, stable=True)[: len(self.losses)]
+        self.losses = losses[worst]
+        self.facts = torch.cat([self.facts, facts])[worst]
+        self.images = torch.cat([self.images, images])[worst]
+
+
+def _split(trainer: Trainer) -> str:
+    return "test" if trainer.testing else "val"
 
 
 def _classified(x: Any, logits: Any, y: Any, classes: int) -> bool:

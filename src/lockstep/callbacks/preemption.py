@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
-from lockstep.step.loop import validates
+from lockstep.step.loop import StepLoop, validates
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements
@@ -31,16 +32,16 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "checkpoints" / "last.ckpt"
-        self.agreed: list[int] = []  # the signals that all ranks know of, until they are answered
-        self.ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
-        self.due = self.interval = 1
-        self.clock = time.monotonic()
+        self._path = folder / "checkpoints" / "last.ckpt"
+        self._agreed: list[int] = []  # the signals that all ranks know of, until they are answered
+        self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
+        self._due = self._interval = 1
+        self._clock = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signal.signal(signal.SIGTERM, record_signal)
         signal.signal(signal.SIGUSR1, record_signal)
-        self.due, self.clock = trainer.global_step + 1, time.monotonic()
+        self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved; the test can be run again
@@ -50,47 +51,46 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     ) -> None:
         if trainer.world_size == 1:
             known = len(pending_signals)
-            self.agreed += pending_signals[:known]
+            self._agreed += pending_signals[:known]
             del pending_signals[:known]
-        elif trainer.global_step >= self.due:
+        elif trainer.global_step >= self._due:
             self._agree(trainer.global_step)
-        if self.agreed and not validates(trainer):
+        if self._agreed and not validates(trainer):
             self._answer(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.agreed and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if self._agreed and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._answer(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.agreed:
+        if self._agreed:
             self._answer(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
-            raise Interrupted(self.ending)
+        if self._ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
+            raise Interrupted(self._ending)
 
     def _answer(self, trainer: pl.Trainer) -> None:
         """Saves, unless it was done after this step, and takes down what is to follow."""
         if not any(isinstance(c, Checkpoint) and c.saved == trainer.global_step for c in trainer.checkpoint_callbacks):
-            loop: Any = trainer.fit_loop.epoch_loop
-            loop.follow_metrics()
-            trainer.save_checkpoint(self.path)
-        trainer.strategy.checkpoint_io.wait()  # type: ignore[attr-defined]  # until it is on the disk
-        self.ending = next((signum for signum in self.agreed if signum != signal.SIGUSR1), None)
-        self.agreed.clear()
+            cast(StepLoop, trainer.fit_loop.epoch_loop).follow_metrics()
+            trainer.save_checkpoint(self._path)
+        cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()  # until it is on the disk
+        self._ending = next((signum for signum in self._agreed if signum != signal.SIGUSR1), None)
+        self._agreed.clear()
         if trainer.is_global_zero:
-            why = "asked to end" if self.ending else "SIGUSR1"  # the parent knows by what
-            LOG.info(f"{why}: saved {self.path.name} after step {trainer.global_step}")
+            why = "asked to end" if self._ending else "SIGUSR1"  # the parent knows by what
+            LOG.info(f"{why}: saved {self._path.name} after step {trainer.global_step}")
 
     def _agree(self, step: int) -> None:
         now, known = time.monotonic(), len(pending_signals)  # what comes during the all-reduce is for the next one
         mine = pending_signals[:known]
-        flags = torch.tensor([float(signal.SIGTERM in mine), float(signal.SIGUSR1 in mine), now - self.clock])
+        flags = torch.tensor([float(signal.SIGTERM in mine), float(signal.SIGUSR1 in mine), now - self._clock])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         end, save, seconds = flags.tolist()
         del pending_signals[:known]
-        self.agreed += [signal.SIGTERM] * bool(end) + [signal.SIGUSR1] * bool(save)
-        self.interval = max(1, min(1000, int(self.interval * SECONDS / max(seconds, 1e-3))))
-        self.due, self.clock = step + self.interval, now
+        self._agreed += [signal.SIGTERM] * bool(end) + [signal.SIGUSR1] * bool(save)
+        self._interval = max(1, min(1000, int(self._interval * SECONDS / max(seconds, 1e-3))))
+        self._due, self._clock = step + self._interval, now
