@@ -100,8 +100,6 @@ class Checkpoint(LightningCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit":
-            return
         self._validated = trainer.global_step
         # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:

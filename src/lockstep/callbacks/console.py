@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console as Screen
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import Meter, find
@@ -64,16 +64,15 @@ class Console(Callback):
         if self._bar:
             shown = _line(_metrics(train).replace("train/", ""), self._speed())
             task = self._bar.task_ids[0]
-            self._bar.update(task, completed=trainer.global_step, epoch=_epoch(trainer), shown=shown, refresh=True)
+            epoch, step = _epoch(trainer), trainer.global_step
+            self._bar.update(task, completed=step, description=epoch, shown=shown, refresh=True)
         else:
-            step = f"step {trainer.global_step}/{_total_steps(trainer) or '?'}"
-            LOG.info(_line(_epoch(trainer), step, _metrics(train), self._speed()))
+            place = f"step {trainer.global_step}/{_total_steps(trainer)}"
+            LOG.info(_line(_epoch(trainer), place, _metrics(train), self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Of an epoch's end, or the run's, the epoch's own line tells.
-        inside = trainer.state.fn == "fit" and not (trainer.sanity_checking or trainer.is_last_batch)
-        if not (inside and trainer.is_global_zero) or is_last_step(trainer):
-            return
+        if not trainer.is_global_zero or trainer.is_last_batch or is_last_step(trainer):
+            return  # of an epoch's end, or the run's, the epoch's own line tells
         found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
         LOG.info(_line(_epoch(trainer), f"step {trainer.global_step}", _metrics(found)))
 
@@ -106,7 +105,7 @@ class Console(Callback):
     def _say_epoch(self, trainer: Trainer) -> None:
         if self._ended is None:
             return
-        lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}" if trainer.optimizers else ""
+        lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
         LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
         self._ended = None
         self._next = time.monotonic() + self._pause
@@ -118,12 +117,16 @@ class Console(Callback):
     # --- the bar ---
 
     def _start_bar(self, trainer: Trainer) -> None:
-        epoch, shown = TextColumn("{task.fields[epoch]}"), TextColumn("{task.fields[shown]}")
-        columns = (epoch, BarColumn(None), MofNCompleteColumn(), shown, TimeRemainingColumn())
+        columns = (
+            "{task.description}",
+            BarColumn(None),
+            MofNCompleteColumn(),
+            "{task.fields[shown]}",
+            TimeRemainingColumn(),
+        )
         # No refreshing thread: it would compete with the step for the interpreter.
         self._bar = Progress(*columns, console=Screen(stderr=True), auto_refresh=False, transient=True, expand=True)
-        total = _total_steps(trainer)
-        self._bar.add_task("", total=total, completed=trainer.global_step, epoch=_epoch(trainer), shown="")
+        self._bar.add_task(_epoch(trainer), total=_total_steps(trainer), completed=trainer.global_step, shown="")
         with _following_stderr():
             self._bar.start()
 
@@ -145,26 +148,20 @@ def _following_stderr() -> Iterator[None]:
             handler.setStream(sys.stderr)
 
 
-def _total_steps(trainer: Trainer) -> int | None:
-    """Optimizer steps of the whole run, where they are known."""
-    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else math.inf
-    steps = min(epochs * trainer.num_training_batches, trainer.max_steps if trainer.max_steps >= 0 else math.inf)
-    return int(steps) if math.isfinite(steps) else None
+def _total_steps(trainer: Trainer) -> int:
+    """Optimizer steps of the whole run."""
+    steps = int((trainer.max_epochs or 1) * trainer.num_training_batches)
+    return min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
 
 
 def _epoch(trainer: Trainer) -> str:
-    limit = f"/{trainer.max_epochs}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
-    return f"epoch {trainer.current_epoch + 1}{limit}"
+    return f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
 
 
 def _metrics(values: Mapping[str, Any]) -> str:
-    names = [
-        name
-        for name in values
-        if name.split("/")[-1] not in ("correct", "count")
-        and not name.startswith("test/")
-        and not (name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values)  # Lightning's, of one metric
-    ]
+    names = [name for name in values if not name.startswith("test/") and not name.endswith(("/correct", "/count"))]
+    # A metric that is logged of steps and epochs stands there three times.
+    names = [n for n in names if not (n.endswith(("_step", "_epoch")) and n.rpartition("_")[0] in values)]
     names.sort(key=lambda name: (not name.startswith("train"), not name.startswith("val")))
     return "  ".join(f"{name} {_short(float(values[name]))}" for name in names)
 

@@ -17,22 +17,16 @@ class Diverged(Exception):
 class ReplicaConsistencyCheck(pl.Callback):
     """Compares a checksum of the parameters' bits over all ranks, with one all-gather of a number."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._compare(trainer, pl_module)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._compare(trainer, pl_module)
-
-    def _compare(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1:
             return
-        sums = trainer.strategy.all_gather(checksum(module)).flatten().tolist()
+        sums = trainer.strategy.all_gather(checksum(pl_module)).flatten().tolist()
         others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]
         if others:
             ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
             raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank 0")
+
+    on_train_start = on_save_checkpoint = _compare
 
 
 def checksum(module: torch.nn.Module) -> torch.Tensor:
