@@ -96,7 +96,8 @@ class ExactSum:
         all_reduce(self.units, "sum")
         counts = self.counts.tolist()
         groups = len(self.groups)
-        self.rounded, outgrown, self.given = counts[:groups], counts[groups], [count > 0 for count in counts[groups + 1 :]]
+        self.rounded, outgrown = counts[:groups], counts[groups]
+        self.given = [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
         flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
         for at, bound in enumerate(_bounds(flats)):

@@ -16,7 +16,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, weights_in_use
 from lockstep.callbacks.meter import aside
 from lockstep.launch.atomic import same_file
-from lockstep.launch.watchdog import patient
 from lockstep.step.loop import StepLoop, validates
 
 log = logging.getLogger("lockstep")
@@ -81,6 +80,7 @@ class Checkpoint(LightningCheckpoint):
 
     # --- hooks ---
 
+    @patient()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of a run that goes on: it may have been killed before its best checkpoint had its second name."""
         if self.best_score is None:

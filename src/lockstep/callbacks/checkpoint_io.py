@@ -1,19 +1,18 @@
 """Checkpoints that are whole or absent, are checked before they are trusted, and never run code.
 
-A checkpoint is torch's own zip file, readable by plain `torch.load`. Its SHA-256 stands in the zip's comment: torch
-does not look at the CRCs inside, and a flipped byte in the weights would load and train.
+A checkpoint is torch's own zip file, readable by plain `torch.load`, which does not look at the CRCs inside: a flipped
+byte in the weights would load and train. `load` looks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -24,9 +23,6 @@ from torch import Tensor
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.watchdog import patient
-
-MARK = (7 + 64).to_bytes(2, "little") + b"sha256:"  # the comment's length, and what it begins with
-TRAILER = len(MARK) + 64
 
 
 class CheckpointError(Refusal):
@@ -41,13 +37,10 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
         CheckpointError: it holds more than plain data and tensors, so that `load` would have to refuse it.
     """
     with replacing(path) as file:
-        digesting = _Digesting(file)
         try:
-            torch.save(checkpoint, cast(IO[bytes], digesting))
-        except RuntimeError as error:
-            raise digesting.error or error from error  # torch's zip writer buries the OSError in an assertion
-        file.seek(-2, os.SEEK_END)  # a zip ends with its comment's length, 0 so far, and the comment
-        file.write(MARK + digesting.sha256.hexdigest().encode())
+            torch.save(checkpoint, file)
+        except RuntimeError as error:  # torch's zip writer buries the OSError in an assertion
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()
         if code := _code(file.name):
             raise CheckpointError(
@@ -162,55 +155,30 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-class _Digesting:
-    """A binary file that hashes what passes through it, so that nothing is read twice."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sha256.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
 def _fault(path: Path) -> str:
     """What is wrong with a file, without loading it."""
     try:
-        size = path.stat().st_size
         with open(path, "rb") as file:
             start = file.read(4)
-            file.seek(max(0, size - TRAILER))
-            trailer = file.read()
     except FileNotFoundError:
         return "no such file"
     except OSError as error:
         return f"can't be read ({error.strerror})"
-    if not size:
+    if not start:
         return "the file is empty"
     if start != b"PK\x03\x04":
         return "not a checkpoint (not a file that torch.save wrote)"
     try:
-        whole = zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # it looks closer than its name says
+        if not zipfile.is_zipfile(path):
+            return f"the file is cut off: its end is missing after {path.stat().st_size:,} bytes"
+        with zipfile.ZipFile(path) as archive:
+            whole = archive.testzip() is None
+    except (
+        Exception
+    ):  # a damaged zip makes zipfile raise BadZipFile, OSError, struct.error, zlib.error, RuntimeError, ...
         whole = False
     if not whole:
-        return f"the file is cut off: its end is missing after {size:,} bytes"
-    if trailer[-22:-18] == b"PK\x05\x06" and trailer.endswith(b"\0\0"):
-        whole = _crcs_match(path)  # without our digest, as plain Lightning writes it: the zip's own CRCs must do
-    else:
-        whole = trailer == MARK + _sha256(path, size)
-    if not whole:
-        return f"the file is damaged or cut off: its checksum does not match its {size:,} bytes"
+        return "the file is damaged: its checksums do not match"
     code = _code(path)
     return f"refused, it holds code, not only data: {code}" if code else ""
 
@@ -220,26 +188,6 @@ def _offer(path: Path) -> str:
     others = [other for other in path.parent.glob("*.ckpt") if other != path]
     others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     return next((f"; {other.name} beside it is whole" for other in others if not _fault(other)), "")
-
-
-def _sha256(path: Path, size: int) -> bytes:
-    """Digest of the file as it was before the comment was added, when the comment's length was zero."""
-    sha256 = hashlib.sha256()
-    left = size - TRAILER
-    with open(path, "rb") as file:
-        while left > 0 and (block := file.read(min(left, 1 << 20))):
-            sha256.update(block)
-            left -= len(block)
-    sha256.update(b"\0\0")
-    return sha256.hexdigest().encode()
-
-
-def _crcs_match(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except Exception:  # and a damaged zip makes zipfile raise OSError, struct.error, zlib.error, RuntimeError, ...
-        return False
 
 
 def _code(path: str | Path | IO[bytes]) -> str:
