@@ -16,6 +16,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, weights_in_use
 from lockstep.callbacks.meter import aside
 from lockstep.launch.atomic import same_file
+from lockstep.launch.watchdog import patient
 from lockstep.step.loop import StepLoop, validates
 
 log = logging.getLogger("lockstep")

@@ -6,13 +6,14 @@ byte in the weights would load and train. `load` looks.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from lightning.pytorch import Trainer
