@@ -16,7 +16,7 @@ from lockstep.loading import DataModule
 def _weights(trainer: pl.Trainer, weight: Any) -> None:
     """Replaces what a turn's mean loss counts for, `weight(turn, processes)`."""
     gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
-    gradients.weight = lambda turn, share: weight(turn, gradients.processes)
+    gradients.weight = lambda turn, share: weight(turn, gradients.world_size)
 
 
 def rounding(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule, seed: int) -> None:
