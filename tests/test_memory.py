@@ -284,7 +284,6 @@ def test_a_backward_pass_without_memory_is_refused_in_words_under_ddp(tmp_path: 
     ("changes", "message"),
     [
         ({"pieces": 4}, "pieces=4 fixes what accumulate_grad_batches=auto looks for"),
-        ({"strategy": {"name": "ddp", "shares": "auto"}, "devices": 2}, "strategy.shares=auto deals a known number"),
         ({"strategy": {"name": "ddp", "compression": "bf16"}, "devices": 2}, "compression=bf16: not with accumulate"),
         ({"memory_budget": 0}, "memory_budget=0: must be a number greater than 0"),
     ],

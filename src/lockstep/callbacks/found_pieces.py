@@ -28,5 +28,5 @@ def kept(config: Config, checkpoint: Mapping[str, Any]) -> Layout | None:
     the layout that goes on."""
     pieces = checkpoint.get("callbacks", {}).get("FoundPieces", {}).get("pieces")
     layout = config.layout
-    fits = config.accumulate_grad_batches == "auto" and pieces and pieces >= layout.num_devices
+    fits = config.auto_accumulate and pieces and pieces >= layout.num_devices
     return replace(layout, pieces=pieces) if fits and not layout.batch_size % pieces else None

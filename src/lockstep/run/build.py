@@ -61,9 +61,10 @@ REFUSED = {
 
 def total_steps(config: Config, samples: int) -> int:
     """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
-    if config.checkpoint is not None:
+    if not config.trains:
         return sys.maxsize
-    steps = config.max_epochs * DataOrder(samples, config.batch_size, config.layout.pieces, config.seed).steps_per_epoch
+    order = DataOrder(samples, config.layout.batch_size, config.layout.pieces, config.seed)
+    steps = config.max_epochs * order.steps_per_epoch
     return min(steps, config.max_steps or steps)
 
 
@@ -159,8 +160,9 @@ def _one_optimizer(configure: Callable[[], Any]) -> Any:
 
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
-    trains = config.checkpoint is None
-    data = DataModule(splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config), trains)
+    data = DataModule(
+        splits, config.layout, config.seed, config.num_workers, config.resident, _budget(config), config.trains
+    )
     data.process = rank
     return data
 
@@ -180,14 +182,14 @@ def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tupl
 def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:
     """What `compile` asks for, before the trainer's fit."""
     if config.compile:
-        compile_networks(module, config.compile, config.exact)
+        compile_networks(module, config.compile, config.layout.exact)
         loop: Any = trainer.fit_loop.epoch_loop
         loop.automatic_optimization.graphs = config.compile in GRAPHS
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
-    recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "versions": versions()}
+    recorded = {"config": config.record, "fingerprint": splits.fingerprint, "versions": versions()}
     recorded["precision"] = config.precision  # the config may say auto
     recorded["spec"] = asdict(splits.spec)  # with it, the model can be used where the data set is not
     offers = {
@@ -195,7 +197,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "every": config.checkpoint_every,
         "log_every": config.log_every,
         "record": recorded,
-        "config": config.raw,
+        "config": config.record,
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
@@ -248,7 +250,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
     layout = config.layout
     trainer = pl.Trainer(
         accelerator=layout.accelerator,
-        strategy=make_strategy(layout, config.strategy),
+        strategy=make_strategy(layout, asdict(config.strategy)),
         devices=layout.devices if layout.strategy == "ddp" else 1,
         num_nodes=layout.num_nodes,
         precision=cast(Any, config.precision),
@@ -268,10 +270,10 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         enable_model_summary=False,
         default_root_dir=folder,
         deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
-        **config.debug["trainer"],
+        **config.debug.trainer,
     )
     # one piece has no order to depend on
-    auto = config.accumulate_grad_batches == "auto"
+    auto = config.auto_accumulate
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
         trainer.strategy, layout.world_size, late=auto
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.callbacks import Heartbeat, checkpoint_io
-from lockstep.launch import logs
 from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits, open_data
-from lockstep.run import fast
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, misfit, record_of, some
 from lockstep.run.record import summarise
 from lockstep.run.summary import write_summary
-from project.data import ImageFiles
+from lockstep.run.worker_setup import set_up_worker
 
 LOG = logging.getLogger("lockstep")
 
@@ -37,7 +34,7 @@ def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
         CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either.
     """
     record = record_of(path)
-    config, spec = config_of(path, record, {"exact": False, **raw}), record.get("spec")
+    config, spec = config_of(path, record, raw), record.get("spec")
     return config, Spec(**spec) if spec else open_data(config.data, config.data_dir, config.seed).spec
 
 
@@ -80,9 +77,7 @@ class Predictor(pl.LightningModule):
 
 def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
-    rank = int(os.environ.get("RANK", "0"))
-    logs.configure(folder, rank)
-    fast.set_up(config.layout, config.threads, config.allocator)
+    rank = set_up_worker(config, folder)
     predictor = Predictor(load_module(config, splits))
     data = make_data(config, splits, rank)
     trainer = make_trainer(replace(config, logger={}), folder, [Heartbeat()])
@@ -108,7 +103,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     return summary
 
 
-def write(path: Path, images: ImageFiles, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
+def write(path: Path, images: Any, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
     """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row
     is empty, since they could not be decoded."""
     classes, broken = list(classes), []
