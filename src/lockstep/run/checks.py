@@ -54,7 +54,8 @@ Name: TypeAlias = Annotated[
     str,
     BeforeValidator(as_text),
     Field(
-        pattern=r"^\w[\w.+ -]{0,99}$",
+        pattern=r"^\w[\w.+ -]*$",
+        max_length=100,
         description="a name: a letter or digit, and then at most 99 of those, '.', '_', '+', '-' and spaces",
     ),
 ]

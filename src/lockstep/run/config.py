@@ -9,23 +9,21 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
-
-from pydantic.dataclasses import dataclass
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
 from lockstep.run.checks import checker, show
-from lockstep.run.schema import OURS, Kept, Keys, StrategyOptions
+from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
 from lockstep.step.compiled import GRAPHS, lacking
 
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@dataclass(frozen=True, kw_only=True)
 class Config(Kept):
     """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone.
 

@@ -6,6 +6,8 @@ What a group names by `_target_` checks its own options when it is made.
 
 from __future__ import annotations
 
+from dataclasses import dataclass as plain
+from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -131,14 +133,14 @@ class Sweep:
     mode: Literal["max", "min"] = "max"
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@plain(frozen=True, kw_only=True)
 class Kept:
     """The keys that a run needs as they are."""
 
     name: Name
     outputs: Folder
     seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # as numpy takes
-    model: Group = Field(default_factory=dict)
+    model: Group = field(default_factory=dict)
     data_dir: Folder
     num_workers: FromZero | None = None
     rdzv_endpoint: Text | None = None
@@ -163,16 +165,16 @@ class Kept:
     lr: Positive = 1.0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch_size: Whole = 1
-    optimizer: Group = Field(default_factory=dict)
-    scheduler: Group = Field(default_factory=dict)
+    optimizer: Group = field(default_factory=dict)
+    scheduler: Group = field(default_factory=dict)
     gradient_clip_val: Positive | None = None
     checkpoint_every: Whole | None = None
     log_every: Whole = 50
     resume: Text | None = None
     checkpoint: Text | None = None
-    callbacks: OptionalGroup = Field(default_factory=dict)
-    logger: OptionalGroup = Field(default_factory=dict)
-    debug: Annotated[Debug, BeforeValidator(filled)] = Field(default_factory=Debug)
+    callbacks: OptionalGroup = field(default_factory=dict)
+    logger: OptionalGroup = field(default_factory=dict)
+    debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -188,4 +190,4 @@ class Keys(Kept):
     pieces: Whole | None = None
     accumulate_grad_batches: Whole | Literal["auto"] | None = None
     exact: Flag = False
-    sweep: Annotated[Sweep, BeforeValidator(filled)] = Field(default_factory=Sweep)
+    sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)
