@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch.group import agree
 from lockstep.loading import Spec, Splits
-from lockstep.run import resume
+from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.checks import checker, show
-from lockstep.run.checks import folder as check_folder
 from lockstep.run.config import Config, check
 from lockstep.run.record import RunRecord
 from lockstep.run.schema import OptionalGroup
@@ -43,14 +43,14 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         raise Refusal(f"checkpoint={show(wanted)}: must be a .ckpt file, a run folder, or last")
     path = str(wanted)
     if path == "last":
-        outputs = Path(check_folder("outputs", raw["outputs"]))
+        outputs = Path(checks.folder("outputs", raw["outputs"]))
         path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return folder
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        return found
     for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt"):
-        if (folder / name).exists():
-            return folder / name
+        if (found / name).exists():
+            return found / name
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 
 
@@ -93,10 +93,16 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     return check({**raw, **kept, "checkpoint": str(path)}, trains=False)
 
 
-def misfit(config: Config, error: RuntimeError) -> Refusal:
-    """What torch says of weights that are not those of the model."""
-    reason = " ".join(str(error).split())[:200]
-    return Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})")
+@contextmanager
+def weights_must_fit(config: Config) -> Iterator[None]:
+    """Refuses in one line what torch refuses on many: weights that are not those of the model."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})") from error
 
 
 def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
@@ -134,16 +140,11 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = set_up_worker(config, folder)
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
-    trainer = make_trainer(
-        config, folder, [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
-    )
+    callbacks = [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
+    trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
-    try:
+    with weights_must_fit(config):
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
-    except RuntimeError as error:
-        if "loading state_dict" not in str(error):
-            raise
-        raise misfit(config, error) from error
     run.fitted()
     run.tested()
     return run.finish("completed", None)
