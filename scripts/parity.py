@@ -36,7 +36,7 @@ from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.loading import Splits, open_data
 from lockstep.run import cli
-from lockstep.run.checks import whole
+from lockstep.run.checks import Whole, checker, whole
 from lockstep.run.config import Config, check
 from lockstep.run.summary import versions, write_summary
 
@@ -59,14 +59,14 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         Different: something is not as promised.
     """
     steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
-    tail = whole(1, optional=True)("tail", raw.pop("tail"))
+    tail = checker(Whole | None)("tail", raw.pop("tail"))
     config = check(raw)
     if config.layout.num_nodes > 1 or external_workers():
         raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
     if config.layout.pieces < 2:
         raise Refusal("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
     splits = open_data(config.data, config.data_dir, config.seed)
-    splits = shorten(splits, steps, config.batch_size, config.layout.pieces, tail, test_samples)
+    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail, test_samples)
     rows, tolerance, text = compare(config, prepare(raw, steps), splits, folder)
 
     console = Console()
@@ -105,9 +105,9 @@ def compare(config: Config, raw: dict[str, Any], splits: Splits, folder: Path) -
             passed = isinstance(error, Refusal) if kind == "exact" else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        reference = first.get(found.config.exact, first.get(False, found))
+        reference = first.get(found.config.layout.exact, first.get(False, found))
         rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(found.config.exact, found)
+        first.setdefault(found.config.layout.exact, found)
         if kind == "yardstick":
             yardsticks.append(distances(found, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
@@ -140,15 +140,16 @@ def layouts(config: Config) -> Iterator[dict[str, Any]]:
     most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
     full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
     uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
-    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (config.raw["strategy"], config.devices)]
+    asked_for = config.layout.devices
+    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (config.record["strategy"], asked_for)]
     for name in ("ddp",) if config.compile else ("ddp", "dp"):  # which can't go with it
-        candidates += [({"name": name}, n) for n in sorted({2, uneven, config.devices, full}) if 1 < n <= most]
+        candidates += [({"name": name}, n) for n in sorted({2, uneven, asked_for, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
             candidates.append(({"name": name, "shares": [3, 1]}, 2))
     seen = set()
     for strategy, devices in candidates:
         changes = asked(config) | {"strategy": strategy, "devices": devices}
-        layout = check({**config.raw, **changes}).layout
+        layout = check({**config.record, **changes}).layout
         if (key := (title(layout), each(layout))) not in seen:
             seen.add(key)
             yield changes
@@ -156,7 +157,7 @@ def layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 def asked(config: Config) -> dict[str, Any]:
     """The layout asked for, as changes to a config."""
-    layout = {"strategy": config.raw["strategy"], "devices": config.devices}
+    layout = {"strategy": config.record["strategy"], "devices": config.layout.devices}
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
 
 

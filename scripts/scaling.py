@@ -77,7 +77,7 @@ def scaling(raw: dict[str, Any], folder: Path) -> None:
                 mode,
                 name,
                 n,
-                config.batch_size,
+                config.layout.batch_size,
                 config.lr,
                 len(splits.train) / speed(best),
                 speed(best),

@@ -45,11 +45,11 @@ def test_only_waits_inside_the_counted_steps_count() -> None:
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    monkeypatch.setattr("lockstep.step.compiled._lacking", lambda accelerator: None)  # a compiler, say
+    monkeypatch.setattr("lockstep.run.config.lacking", lambda accelerator: None)  # a compiler, say
     for case in gpu.GPU_CASES:
         for options in gpu.OURS.values():
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *gpu.TRAIN, *options))
-            assert asked.accelerator == "gpu"
+            assert asked.layout.accelerator == "gpu"
         assert int(0.9 * case.data["samples"]) % case.batch == 0  # else the tail would be compiled too
         assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
         assert 0.9 * case.data["samples"] / case.batch > gpu.WARMUP + gpu.COUNTED  # an epoch's end waits

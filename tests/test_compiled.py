@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import numpy as np
@@ -27,7 +27,8 @@ from lockstep.launch import watchdog
 from lockstep.launch.scratch import outside, scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
-from lockstep.step.compiled import MODES, compile_networks, is_compiled, networks
+from lockstep.run.schema import MODES
+from lockstep.step.compiled import compile_networks, is_compiled, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 TASK = (
@@ -81,7 +82,7 @@ def test_networks_are_what_is_called_and_has_weights() -> None:
         compile_networks(pl.LightningModule(), "default", exact=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", get_args(MODES))
 def test_torch_takes_every_mode(mode: str) -> None:
     for exact in (False, True):
         net = Net()

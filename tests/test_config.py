@@ -266,7 +266,7 @@ def test_precision_auto_is_what_the_processor_computes_in(
         file.write_text(cpuinfo)
     monkeypatch.setattr(config, "computes_bf16", lambda accelerator: machine.computes_bf16(accelerator, str(file)))
     found = checked("precision=auto")
-    assert (found.precision, found.raw["precision"]) == (precision, "auto")
+    assert (found.precision, found.record["precision"]) == (precision, "auto")
     assert checked().precision == "32-true"
     assert checked("precision=bf16-mixed").precision == "bf16-mixed"  # who asks by name gets it
 
@@ -450,7 +450,7 @@ def test_an_evaluation_finds_the_data_where_the_training_did(tmp_path: Path, mon
     from lockstep.run.evaluation import config_of
 
     monkeypatch.chdir(tmp_path)
-    record = {"config": checked("data=mnist", "data_dir=images").raw}
+    record = {"config": checked("data=mnist", "data_dir=images").record}
     monkeypatch.chdir("/")
     asked = OmegaConf.to_container(compose("evaluate", ["checkpoint=best.ckpt"]), resolve=True)
     assert isinstance(asked, dict)

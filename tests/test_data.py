@@ -208,8 +208,8 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
 def test_the_batch_size_of_an_evaluation_is_the_users() -> None:
     config = check(dict(compose("data=synthetic", "batch_size=8")))
     data = splits(arrays(9), evaluated=arrays(700))
-    for checkpoint, size in ((None, 16), ("last.ckpt", 8)):
-        made = make_data(replace(config, checkpoint=checkpoint), data, 0)
+    for trains, size in ((True, 16), (False, 8)):
+        made = make_data(replace(config, trains=trains), data, 0)
         assert {len(y) for _, y in list(made.test_dataloader())[:-1]} == {size}
 
 

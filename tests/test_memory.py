@@ -130,7 +130,6 @@ def test_what_an_error_says_of_memory() -> None:
     ("changes", "message"),
     [
         ({"pieces": 4}, "pieces=4 fixes what accumulate_grad_batches=auto looks for"),
-        ({"strategy": {"name": "ddp", "shares": "auto"}, "devices": 2}, "strategy.shares=auto deals a known number"),
         ({"memory_budget": 0}, "memory_budget=0: must be a number greater than 0"),
     ],
 )

@@ -67,7 +67,7 @@ def test_compiled_networks_are_compared_as_such(tmp_path: Path, monkeypatch: pyt
     every, ours = ({trial.changes["strategy"]["name"] for _, trial in trials(each)} for each in (plain, config))
     assert every - ours == {"dp"}  # which can't be
     with has_computed():  # this process may have
-        run(Trial("compiled"), prepare(config.raw, 1), open_data(config.data, config.data_dir), tmp_path / "trial")
+        run(Trial("compiled"), prepare(config.record, 1), open_data(config.data, config.data_dir), tmp_path / "trial")
     assert list(tmp_path.glob("kernels/**/*.so"))
 
 

@@ -12,7 +12,8 @@ import pytest
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.sweeps import options
+from lockstep.run.checks import checker
+from lockstep.run.schema import Sweep
 from lockstep.sweeps.grid import arguments
 from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration
@@ -209,7 +210,7 @@ def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
 )
 def test_options_are_checked(given: dict[str, Any], wrong: str) -> None:
     with pytest.raises(Refusal, match=wrong):
-        options.check("sweep", given)
+        checker(Sweep)("sweep", given)
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
         assert len(said) == (0 if has_bf16 else 1)
         assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)
     config = found["auto"]
-    recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "precision": "bf16-mixed"}
+    recorded = {"config": config.record, "fingerprint": splits.fingerprint, "precision": "bf16-mixed"}
     resumed = {"global_step": 3, "lockstep": recorded}
     told = ["resumes after step 3", "changed since the checkpoint: precision: bf16-mixed -> 32-true"]
     assert _resumption(config, splits, resumed) == told

@@ -22,7 +22,7 @@ def table(choices: list[Choice], config: Config) -> Table:
         times = [f"{1000 * t:.1f}" for t in (choice.compute, choice.all_reduce, choice.predicted)]
         measured = "" if choice.measured is None else f"{1000 * choice.measured:.1f}"
         error = "" if choice.error is None else f"{choice.error:+.0%}"
-        piece = str(config.batch_size // (choice.devices * choice.accumulate_grad_batches))
+        piece = str(config.layout.batch_size // (choice.devices * choice.accumulate_grad_batches))
         sizes = [str(choice.devices), str(choice.accumulate_grad_batches), piece, f"{choice.mib:.0f}"]
         shown.add_row(choice.strategy, *sizes, *times, measured, error)
     return shown
@@ -34,8 +34,8 @@ def conclusion(choices: list[Choice], machine: Machine, config: Config) -> str:
     errors = [abs(choice.error) for choice in choices if choice.error is not None]
     ones = [choice for choice in choices if choice.devices == 1 and choice.measured]  # none: one does not hold it
     said = [
-        f"Use {best}: a step of {config.batch_size} samples takes {1000 * best.best:.1f} ms (measured; predicted "
-        f"{1000 * best.predicted:.1f})."
+        f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.best:.1f} ms (measured; "
+        f"predicted {1000 * best.predicted:.1f})."
     ]
     if best.devices > 1 and ones:
         one = min(choice.best for choice in ones)

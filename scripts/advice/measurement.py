@@ -66,7 +66,7 @@ def compute(
                     first[accumulate] = slowest(block(asked, splits, folder, WARMUP + 3))
             except Refusal:  # what does not fit is not offered
                 continue
-            peaks[config.batch_size // pieces] = (peak_memory() or live.peak) / MIB
+            peaks[config.layout.batch_size // pieces] = (peak_memory() or live.peak) / MIB
     times = {accumulate: slowest(found) for accumulate, found in took.items()}
     gradient = sum(p.numel() * p.element_size() for p in make_module(config, splits).parameters() if p.requires_grad)
     return times, peaks, all_reduces(config, seconds) if config.layout.devices > 1 else [], gradient

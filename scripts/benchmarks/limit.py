@@ -87,7 +87,7 @@ def _work(config: Any, splits: Any, folder: Path) -> tuple[dict[str, float], flo
             parts[name] = parts.get(name, 0.0) + event.self_cpu_time_total * 1e-6 / watch.seconds
     parts["Python and the loop"] = 1 - sum(parts.values())
     arithmetic = parts["convolutions and matrix products"] * watch.seconds / (STEPS - WARMUP)
-    gflops = _flop(module, data.splits.spec, config.batch_size) / arithmetic / 1e9
+    gflops = _flop(module, data.splits.spec, config.layout.batch_size) / arithmetic / 1e9
     dtype = torch.bfloat16 if config.precision == "bf16-mixed" else torch.float32
     return dict(sorted(parts.items(), key=lambda part: -part[1])), gflops, _best(dtype)
 

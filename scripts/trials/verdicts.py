@@ -104,7 +104,7 @@ def judge(kind: str, names: tuple[str, str], found: Outcome, reference: Outcome,
         verdict = f"seen, after step {left}" if left else "seen: other samples" if passed else "NOT SEEN"
     elif kind == "pieces" and left and found.sensitive:
         verdict, passed = f"legal: {' and '.join(found.sensitive)}, other pieces", True
-    elif kind == "exact" and found is not reference and reference.config.exact:
+    elif kind == "exact" and found is not reference and reference.config.layout.exact:
         passed = same_bits and same_samples and evaluated == expected
         verdict = "same bits" if passed else "DIFFERENT"
     else:  # summed in another order: a test sample on the edge may fall on the other side, but none is lost
@@ -139,8 +139,8 @@ def explain(reference: Outcome, tolerance: Distances) -> str:
     """What was done, and which tolerance was used, and why."""
     config, steps, curve = reference.config, len(reference.losses), tolerance.weights_curve
     lines = [
-        f"{steps} steps of {config.batch_size} samples in {config.layout.pieces} pieces, {config.precision}. Distances "
-        "are relative: norms, the largest of all tensors; loss: the largest of all steps.",
+        f"{steps} steps of {config.layout.batch_size} samples in {config.layout.pieces} pieces, {config.precision}. "
+        "Distances are relative: norms, the largest of all tensors; loss: the largest of all steps.",
         f"Tolerance by default, after each step: {MARGIN} x what roundings of the gradient have become on this model, "
         f"and at least {MARGIN} roundings of the weights a step: "
         f"{curve[0]:.1e} of the weights after step 1 and {curve[-1]:.1e} after step {steps}. Under exact=true: none.",

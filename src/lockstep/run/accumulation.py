@@ -33,7 +33,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
     Raises:
         Refusal: not even the smallest pieces fit, or there are no workers of its own to try them in.
     """
-    if config.accumulate_grad_batches != "auto":
+    if not config.auto_accumulate:
         if config.memory_budget and config.layout.accelerator == "cpu":
             budget = f"memory_budget={config.memory_budget:g}"
             raise Refusal(f"{budget}: on a CPU it limits what accumulate_grad_batches=auto tries; give that too")

@@ -61,7 +61,7 @@ REFUSED = {
 
 def total_steps(config: Config, samples: int) -> int:
     """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
-    if config.checkpoint is not None:
+    if not config.trains:
         return sys.maxsize
     steps = config.max_epochs * DataOrder(samples, config.layout, config.seed).steps_per_epoch
     return min(steps, config.max_steps or steps)
@@ -159,7 +159,7 @@ def _one_optimizer(configure: Callable[[], Any]) -> Any:
 
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
-    trains = config.checkpoint is None
+    trains = config.trains
     budget = None if config.memory_budget is None else config.memory_budget * MIB
     return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
 
@@ -179,7 +179,7 @@ def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tupl
 def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:
     """What `compile` asks for, before the trainer's fit."""
     if config.compile:
-        compile_networks(module, config.compile, config.exact)
+        compile_networks(module, config.compile, config.layout.exact)
         loop: Any = trainer.fit_loop.epoch_loop
         loop.automatic_optimization.graphs = config.compile in GRAPHS
 
@@ -187,7 +187,7 @@ def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Train
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
     """The callbacks that the config names. Lightning adds the module's own, which are checked here too."""
     recorded = {
-        "config": config.raw,
+        "config": config.record,
         "precision": config.precision,  # the config may say auto
         "pieces": config.layout.pieces,
         "fingerprint": splits.fingerprint,
@@ -199,7 +199,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "every": config.checkpoint_every,
         "log_every": config.log_every,
         "record": recorded,
-        "config": config.raw,
+        "config": config.record,
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
@@ -252,7 +252,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
     layout = config.layout
     trainer = pl.Trainer(
         accelerator=layout.accelerator,
-        strategy=make_strategy(layout, config.strategy),
+        strategy=make_strategy(layout, asdict(config.strategy)),
         devices=layout.devices if layout.strategy == "ddp" else 1,
         num_nodes=layout.num_nodes,
         precision=cast(Any, config.precision),
@@ -272,7 +272,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         enable_model_summary=False,
         default_root_dir=folder,
         deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
-        **config.debug["trainer"],
+        **config.debug.trainer,
     )
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(

@@ -1,4 +1,4 @@
-"""The typed schema of `conf/`, and the checks that see more than one value.
+"""A run's config, checked: each key by the schema, then what can't go together, then the layout that they make.
 
 Nothing here imports torch (except to count GPUs where there are any), so bad input is refused within a second or two.
 """
@@ -8,253 +8,122 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
-from lockstep.run import debug
-from lockstep.run.checks import (
-    Check,
-    accumulation,
-    choice,
-    flag,
-    flag_or,
-    folder,
-    node,
-    optional_node,
-    real,
-    run_name,
-    show,
-    text,
-    unknown,
-    whole,
-)
+from lockstep.run.checks import checker, show
+from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
-from lockstep.step import compiled
-from lockstep.sweeps import options
+from lockstep.step.compiled import GRAPHS, lacking
 
-PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
-COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
 
 
-@dataclass(frozen=True)
-class Config:
-    """A checked config. Units and scope of each key stand beside it in conf/train.yaml and conf/evaluate.yaml.
+@dataclass(frozen=True, kw_only=True)
+class Config(Kept):
+    """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone.
 
-    Each key has its type, its check, and the value that it takes on a front page without it: evaluate.yaml has no
-    training keys, train.yaml no `checkpoint`.
+    Attributes:
+        precision: Lightning's name, never `auto`.
+        layout: who computes which piece of a step.
+        strategy: what else its strategy can be told.
+        auto_accumulate: whether the layout's number of pieces is only the first one to be tried.
+        trains: false for an evaluation, which has no schedule, and whose steps need no equal pieces.
+        record: the resolved config as plain containers, `data_dir` absolute: what a checkpoint records.
+        given: dotted keys that the user has set, on the command line.
     """
 
-    name: Annotated[str, run_name]
-    outputs: Annotated[str, folder]
-    seed: Annotated[int, whole(0, most=2**32 - 1), 0]  # as numpy takes
-    model: Annotated[dict[str, Any], node, {}]
-    data: Annotated[dict[str, Any], node]
-    data_dir: Annotated[str, folder]
-    num_workers: Annotated[int | None, whole(0, optional=True)]
-    strategy: Annotated[dict[str, Any], node]
-    accelerator: Annotated[str, choice("auto", "cpu", "gpu")]
-    devices: Annotated[int, whole(1)]
-    num_nodes: Annotated[int, whole(1)]
-    rdzv_endpoint: Annotated[str | None, text]
-    max_restarts: Annotated[int, whole(0), 0]
-    elastic: Annotated[bool, flag, False]
-    elastic_retry: Annotated[float, real(above=0), 60.0]
-    hang_timeout: Annotated[float, real(above=0), 300.0]
-    nonfinite: Annotated[str, choice("stop", "skip"), "stop"]
-    batch_size: Annotated[int, whole(1)]
-    pieces: Annotated[int | None, whole(1, optional=True)]
-    accumulate_grad_batches: Annotated[int | str | None, accumulation]
-    memory_budget: Annotated[float | None, real(above=0, optional=True)]
-    exact: Annotated[bool, flag]
-    precision: Annotated[str, choice("auto", *PRECISIONS)]
-    threads: Annotated[int | None, whole(1, optional=True)]
-    memory_format: Annotated[str, choice("auto", "contiguous", "channels_last")]
-    allocator: Annotated[str, choice("auto", "system"), "auto"]
-    compile: Annotated[str | None, compiled.mode, False]
-    resident: Annotated[bool | str, flag_or("auto"), "auto"]
-    max_epochs: Annotated[int, whole(1), 1]
-    max_steps: Annotated[int | None, whole(1, optional=True)]
-    val_every: Annotated[int | None, whole(1, optional=True)]
-    lr: Annotated[float, real(above=0), 1.0]
-    lr_scaling: Annotated[str, choice("none", "linear", "sqrt"), "none"]
-    reference_batch_size: Annotated[int, whole(1), 1]
-    optimizer: Annotated[dict[str, Any], node, {}]
-    scheduler: Annotated[dict[str, Any], node, {}]
-    gradient_clip_val: Annotated[float | None, real(above=0, optional=True)]
-    checkpoint_every: Annotated[int | None, whole(1, optional=True)]
-    log_every: Annotated[int, whole(1), 50]
-    resume: Annotated[str | None, text]
-    checkpoint: Annotated[str | None, text]
-    callbacks: Annotated[dict[str, Any], optional_node, {}]
-    logger: Annotated[dict[str, Any], optional_node, {}]
-    debug: Annotated[dict[str, Any], debug.check, None]
-    sweep: Annotated[dict[str, Any], options.check, {}]
+    data: dict[str, Any]
+    strategy: StrategyOptions
     layout: Layout
-    raw: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
-    given: tuple[str, ...] = ()  # dotted keys that the user has set, on the command line
+    auto_accumulate: bool
+    trains: bool
+    record: dict[str, Any]
+    given: tuple[str, ...]
 
     @property
     def step_lr(self) -> float:
         """The peak learning rate after `lr_scaling`; it follows the size of a step, never the number of devices."""
-        ratio = self.batch_size / self.reference_batch_size
+        ratio = self.layout.batch_size / self.reference_batch_size
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
 
-KEYS: dict[str, tuple[Check, Any]] = {  # check, and value where it is absent
-    key: (*kind.__metadata__, None)[:2]
-    for key, kind in get_type_hints(Config, include_extras=True).items()
-    if get_origin(kind) is Annotated
-}
+check_keys = checker(Keys)
 
 
-def check(raw: Mapping[str, Any], even: bool = True, given: Iterable[str] = ()) -> Config:
+def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()) -> Config:
     """A composed and resolved config, checked.
 
     Args:
         raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
-        even: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
+        trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
         given: dotted keys that the user has set.
 
     Raises:
         Refusal: the first thing that is wrong.
     """
-    for key in raw:
-        if key not in KEYS:
-            raise Refusal(f"{key}: there is no such key; {unknown(str(key), sorted(KEYS))}")
-    values = {key: check_one(key, raw.get(key, absent)) for key, (check_one, absent) in KEYS.items()}
-    values["accelerator"] = _accelerator(values["accelerator"], values["devices"], values["precision"])
-    values["precision"] = _precision(values)
-    values["strategy"] = _strategy(values)
-    compiled.must_work(values)
-    debug.must_be_free(values)
-    if values["resident"] is True and values["accelerator"] == "cpu":
-        raise Refusal("resident=true: there is no GPU for the data to lie on; resident=auto")
-    if values["exact"] and values["precision"] in ("16-true", "bf16-true", "16-mixed"):
-        raise Refusal(f"exact=true holds for precision=64-true, 32-true and bf16-mixed, not {values['precision']}")
-    for name, chosen in values["callbacks"].items():
-        if chosen and not isinstance(chosen, Mapping):
-            raise Refusal(f"callbacks.{name}={show(chosen)}: must be null, or a mapping with its _target_")
-    for group in ("model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in named(group, values[group]):
-            check_target(key, target)
-    strategy = values["strategy"]
-    strategy["balance"] = (raw.get("strategy") or {}).get("shares") == "auto"
-    if values["accumulate_grad_batches"] == "auto":
-        _check_auto(values)
-    if values["elastic"] and (strategy["name"] != "ddp" or values["devices"] * values["num_nodes"] == 1):
-        raise Refusal("elastic=true: only ddp on several devices can go on with fewer; max_restarts=1 starts it again")
+    keys: Keys = check_keys("", dict(raw))
+    name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
+    accelerator = _accelerator(keys)
+    check_nodes(keys.num_nodes, keys.rdzv_endpoint, name)
     layout = layouts.resolve(
-        strategy=strategy["name"],
-        accelerator=values["accelerator"],
-        devices=values["devices"],
-        num_nodes=values["num_nodes"],
-        batch_size=values["batch_size"],
-        pieces=values["pieces"],
-        accumulate_grad_batches=None
-        if values["accumulate_grad_batches"] == "auto"
-        else values["accumulate_grad_batches"],
-        exact=values["exact"],
-        shares=strategy["shares"],
-        even=even,
+        strategy=("ddp" if keys.devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
+        accelerator=accelerator,
+        devices=keys.devices,
+        num_nodes=keys.num_nodes,
+        batch_size=keys.batch_size,
+        pieces=keys.pieces,
+        accumulate_grad_batches=None if keys.accumulate_grad_batches == "auto" else keys.accumulate_grad_batches,
+        exact=keys.exact,
+        shares=keys.strategy.shares or (),
+        even=trains,
     )
-    if strategy["balance"] and layout.pieces < 2 * layout.num_devices:
-        raise Refusal(
-            f"strategy.shares=auto measures two pieces or more of each device, and there are {layout.pieces} for "
-            f"{layout.num_devices}: give pieces={8 * layout.num_devices}, say"
-        )
-    recorded = {**raw, "data_dir": values["data_dir"]}  # it is read in other folders too
-    return Config(**values, layout=layout, raw=recorded, given=tuple(given))
+    if (wrong := next(_at_odds(keys, layout), None)) is not None:
+        raise Refusal(wrong)
+    for group in ("model", "data", "optimizer", "callbacks", "logger"):
+        for key, target in named(group, getattr(keys, group)):
+            check_target(key, target)
+    kept = {field.name: getattr(keys, field.name) for field in fields(Kept)}
+    if keys.precision == "auto":
+        kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
+    return Config(
+        **kept,
+        data=dict(keys.data),
+        strategy=StrategyOptions(sync_batchnorm=keys.strategy.sync_batchnorm, compression=keys.strategy.compression),
+        layout=layout,
+        auto_accumulate=auto,
+        trains=trains,
+        record={**raw, "data_dir": keys.data_dir},  # it is read in other folders too
+        given=tuple(given),
+    )
 
 
-def _accelerator(accelerator: str, devices: int, precision: str) -> str:
-    gpus = gpu_count() if accelerator != "cpu" else 0
-    if accelerator == "gpu" and not gpus:
+def _accelerator(keys: Keys) -> str:
+    gpus = gpu_count() if keys.accelerator != "cpu" else 0
+    if keys.accelerator == "gpu" and not gpus:
         raise Refusal("accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices")
-    found = "gpu" if gpus else "cpu"
-    if found == "gpu" and devices > gpus:
+    if gpus and keys.devices > gpus:
         raise Refusal(
-            f"devices={devices}: this machine has {gpus} GPU{'s' * (gpus > 1)}; accelerator=cpu simulates more"
+            f"devices={keys.devices}: this machine has {gpus} GPU{'s' * (gpus > 1)}; accelerator=cpu simulates more"
         )
-    if found == "cpu" and devices > cpu_cap():
+    if not gpus and keys.devices > cpu_cap():
         raise Refusal(
-            f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
+            f"devices={keys.devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
         )
-    if found == "cpu" and precision.startswith("16-"):
-        raise Refusal(f"precision={precision} needs a GPU; precision=auto takes what this machine computes in")
-    return found
+    return "gpu" if gpus else "cpu"
 
 
-def _precision(values: Mapping[str, Any]) -> str:
-    if values["precision"] != "auto":
-        return str(values["precision"])
-    if values["num_nodes"] > 1:
-        raise Refusal("precision=auto: machines may differ in it, a step can't; give precision=bf16-mixed or 32-true")
-    return "bf16-mixed" if computes_bf16(values["accelerator"]) else "32-true"
-
-
-def _strategy(values: Mapping[str, Any]) -> dict[str, Any]:
-    strategy = dict(values["strategy"])
-    name = choice("auto", "ddp", "dp")("strategy", strategy.get("name"))
-    world = values["devices"] * values["num_nodes"]
-    strategy["name"] = ("ddp" if world > 1 else "single") if name == "auto" else name
-    known = {"name", "shares", "sync_batchnorm", "compression"}
-    for key in strategy:
-        if key not in known:
-            raise Refusal(f"strategy.{key}: there is no such key; {unknown(str(key), sorted(known))}")
-    strategy["sync_batchnorm"] = flag("strategy.sync_batchnorm", strategy.get("sync_batchnorm", False))
-    strategy["compression"] = choice(*COMPRESSIONS)("strategy.compression", strategy.get("compression", "none"))
-    shares = strategy.get("shares")
-    strategy["shares"] = _shares(shares, world)
-    check_nodes(values["num_nodes"], values["rdzv_endpoint"], name)
-    if strategy["sync_batchnorm"]:
-        if values["accelerator"] == "cpu" or strategy["name"] != "ddp":
-            raise Refusal(
-                "strategy.sync_batchnorm=true: torch has it for ddp on GPUs only; model.norm=group needs no syncing"
-            )
-        if values["exact"]:
-            raise Refusal(
-                "strategy.sync_batchnorm=true makes pieces depend on each other: exact=true can't hold, leave one out"
-            )
-        if shares is not None:
-            raise Refusal("strategy.sync_batchnorm=true: all devices compute as many pieces; leave strategy.shares out")
-        if values["pieces"] and values["pieces"] % world:
-            raise Refusal(
-                f"pieces={values['pieces']}: with strategy.sync_batchnorm=true the {world} devices must divide them"
-            )
-    if strategy["compression"] != "none":
-        if strategy["name"] != "ddp":
-            raise Refusal(f"strategy.compression={strategy['compression']}: only ddp sends gradients")
-        if values["exact"]:
-            raise Refusal(
-                f"strategy.compression={strategy['compression']} rounds gradients: exact=true can't hold, leave one out"
-            )
-        if values["precision"].startswith("64"):
-            raise Refusal(
-                f"strategy.compression={strategy['compression']}: torch compresses float32 gradients only, not 64-true"
-            )
-    return strategy
-
-
-def _check_auto(values: Mapping[str, Any]) -> None:
-    """What can't be had while the number of pieces is still open."""
-    strategy, auto = values["strategy"], "accumulate_grad_batches=auto"
-    if values["pieces"]:
-        raise Refusal(f"pieces={values['pieces']} fixes what {auto} looks for: leave one of the two out")
-    if strategy["balance"]:
-        raise Refusal(f"strategy.shares=auto deals a known number of pieces: give pieces, not {auto}")
-
-
-def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:
+def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> None:
     """What several machines need; known before one of them waits for the others.
 
     Raises:
         Refusal: dp, no rendezvous, or one that is no address, or that nobody else comes to.
     """
-    if whole(1)("num_nodes", num_nodes) == 1:
+    if num_nodes == 1:
         if rdzv_endpoint:
             raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: one machine meets no other; give num_nodes=2 or more")
         return
@@ -266,11 +135,82 @@ def check_nodes(num_nodes: Any, rdzv_endpoint: Any, strategy: str) -> None:
         raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: must be <host>:<port> of one of the machines")
 
 
-def _shares(shares: Any, world: int) -> tuple[float, ...]:
-    if shares in (None, "auto"):  # auto is measured when the data is open, see lockstep.run.balance
-        return ()
-    if not isinstance(shares, list) or len(shares) != world:
-        raise Refusal(
-            f"strategy.shares={show(shares)}: must be auto, or a list of {world} numbers, one for each device"
-        )
-    return tuple(real(above=0)("strategy.shares", share) for share in shares)
+def _at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
+    """What can't go together, each in one line."""
+    for part in (_precision_at_odds, _strategy_at_odds, _compile_at_odds, _auto_at_odds):
+        yield from part(keys, layout)
+    if keys.elastic and (layout.strategy != "ddp" or layout.num_devices == 1):
+        yield "elastic=true: only ddp on several devices can go on with fewer; max_restarts=1 starts it again"
+    if keys.resident is True and layout.accelerator == "cpu":
+        yield "resident=true: there is no GPU for the data to lie on; resident=auto"
+    if keys.exact and keys.debug.trainer.get("benchmark"):
+        yield "debug.trainer.benchmark=true chooses kernels by their speed, so not with exact=true"
+    for name, chosen in keys.callbacks.items():
+        if chosen and not isinstance(chosen, Mapping):
+            yield f"callbacks.{name}={show(chosen)}: must be null, or a mapping with its _target_"
+
+
+def _precision_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
+    if keys.precision == "auto" and layout.num_nodes > 1:
+        yield "precision=auto: machines may differ in it, a step can't; give precision=bf16-mixed or 32-true"
+    if layout.accelerator == "cpu" and keys.precision.startswith("16-"):
+        yield f"precision={keys.precision} needs a GPU; precision=auto takes what this machine computes in"
+    if keys.exact and keys.precision not in ("auto", *EXACT):
+        yield f"exact=true holds for precision={', '.join(EXACT[:-1])} and {EXACT[-1]}, not {keys.precision}"
+
+
+def _strategy_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
+    shares, world = keys.strategy.shares, layout.num_devices
+    if shares is not None and len(shares) != world:
+        yield f"strategy.shares={show(list(shares))}: must be a list of {world} numbers, one for each device"
+    if keys.strategy.sync_batchnorm:
+        asked = "strategy.sync_batchnorm=true"
+        if layout.accelerator == "cpu" or layout.strategy != "ddp":
+            yield f"{asked}: torch has it for ddp on GPUs only; model.norm=group needs no syncing"
+        if keys.exact:
+            yield f"{asked} makes pieces depend on each other: exact=true can't hold, leave one out"
+        if shares is not None:
+            yield f"{asked}: all devices compute as many pieces; leave strategy.shares out"
+        if layout.pieces % world:
+            yield f"pieces={layout.pieces}: with {asked} the {world} devices must divide them"
+    if keys.strategy.compression != "none":
+        asked = f"strategy.compression={keys.strategy.compression}"
+        if layout.strategy != "ddp":
+            yield f"{asked}: only ddp sends gradients"
+        if keys.exact:
+            yield f"{asked} rounds gradients: exact=true can't hold, leave one out"
+        if keys.precision.startswith("64"):
+            yield f"{asked}: torch compresses float32 gradients only, not 64-true"
+
+
+def _compile_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
+    if keys.compile is None:
+        return
+    asked = f"compile={'true' if keys.compile == 'default' else keys.compile}"
+    if layout.strategy == "dp":
+        yield f"{asked}: strategy=dp gives a network other devices' weights, a compiled one has its own; ddp"
+    if keys.strategy.sync_batchnorm:
+        yield f"{asked}: strategy.sync_batchnorm=true waits for other ranks inside a network; leave one out"
+    if keys.compile in GRAPHS and layout.accelerator == "cpu":
+        yield f"{asked}: CUDA graphs need a GPU; compile={GRAPHS[keys.compile]} does without them"
+    if keys.compile in GRAPHS and keys.accumulate_grad_batches == "auto":
+        yield f"accumulate_grad_batches=auto: CUDA graphs don't give memory back, so not with {asked}; compile=true"
+    if keys.compile.startswith("max-autotune") and keys.exact:
+        yield f"{asked} chooses kernels by their speed, so not with exact=true; compile=true"
+    if keys.memory_budget and layout.accelerator == "cpu":
+        yield f"memory_budget on a CPU counts tensors, and {asked} hides them: leave one of the two out"
+    if reason := lacking(layout.accelerator):
+        yield f"{asked} needs {reason}"
+
+
+def _auto_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
+    """What can't be had while the number of pieces is still open."""
+    if keys.accumulate_grad_batches != "auto":
+        return
+    auto = "accumulate_grad_batches=auto"
+    if keys.pieces:
+        yield f"pieces={keys.pieces} fixes what {auto} looks for: leave one of the two out"
+    if keys.strategy.sync_batchnorm:
+        yield f"strategy.sync_batchnorm=true: its ranks wait for each other inside a piece, so not {auto}"
+    if keys.strategy.compression != "none":
+        yield f"strategy.compression={keys.strategy.compression}: not with {auto}, which sends gradients itself"

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.launch import logs
 from lockstep.launch.group import agree
 from lockstep.loading import Spec, Splits
-from lockstep.run import checks, fast, resume
+from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
+from lockstep.run.checks import checker, show
 from lockstep.run.config import Config, check
 from lockstep.run.record import RunRecord
+from lockstep.run.schema import OptionalGroup
 from lockstep.run.targets import must_be_named
+from lockstep.run.worker_setup import set_up_worker
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 NAMED = 5  # classes or files that a message names
 CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
 VALUES = ("seed", "lr", "data_dir")
+
+check_group = checker(OptionalGroup)
 
 
 def find_checkpoint(raw: Mapping[str, Any]) -> Path:
@@ -32,20 +36,21 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
 
     Raises:
         CheckpointError: there is none.
-        Refusal: it is no text, or no run has one.
+        Refusal: it is neither, or no run has one.
     """
-    path = checks.text("checkpoint", raw["checkpoint"])
-    if not path or isinstance(raw["checkpoint"], bool):
-        raise Refusal(f"checkpoint={checks.show(raw['checkpoint'])}: must be a .ckpt file, a run folder, or last")
+    wanted = raw["checkpoint"]
+    if isinstance(wanted, bool) or not isinstance(wanted, str | int | float) or not str(wanted):
+        raise Refusal(f"checkpoint={show(wanted)}: must be a .ckpt file, a run folder, or last")
+    path = str(wanted)
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
         path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return folder
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        return found
     for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt"):
-        if (folder / name).exists():
-            return folder / name
+        if (found / name).exists():
+            return found / name
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 
 
@@ -80,18 +85,24 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     if raw.get("data_dir") is not None:
         kept["data_dir"] = raw["data_dir"]
     for group in CARRIED:
-        carried, given = (checks.optional_node(group, source.get(group)) for source in (trained, raw))
+        carried, given = (check_group(group, source.get(group)) for source in (trained, raw))
         if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
             must_be_named(path, group, carried, given)
             given = {**carried, **given}
         kept[group] = given
-    return check({**raw, **kept, "checkpoint": str(path)}, even=False)
+    return check({**raw, **kept, "checkpoint": str(path)}, trains=False)
 
 
-def misfit(config: Config, error: RuntimeError) -> Refusal:
-    """What torch says of weights that are not those of the model."""
-    reason = " ".join(str(error).split())[:200]
-    return Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})")
+@contextmanager
+def weights_must_fit(config: Config) -> Iterator[None]:
+    """Refuses in one line what torch refuses on many: weights that are not those of the model."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})") from error
 
 
 def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
@@ -126,21 +137,14 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if splits.test is None:
         raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
     started = time.perf_counter()
-    rank = int(os.environ.get("RANK", "0"))
-    logs.configure(folder, rank)
-    fast.set_up(config.layout, config.threads, config.allocator)
+    rank = set_up_worker(config, folder)
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
-    trainer = make_trainer(
-        config, folder, [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
-    )
+    callbacks = [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
+    trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
-    try:
+    with weights_must_fit(config):
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
-    except RuntimeError as error:
-        if "loading state_dict" not in str(error):
-            raise
-        raise misfit(config, error) from error
     run.fitted()
     run.tested()
     return run.finish("completed", None)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.callbacks import Heartbeat, checkpoint_io
-from lockstep.launch import logs
 from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits, open_data
-from lockstep.run import fast
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
-from lockstep.run.evaluation import config_of, misfit, record_of, some
+from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
 from lockstep.run.record import summarise
 from lockstep.run.summary import write_summary
-from project.data import ImageFiles
+from lockstep.run.worker_setup import set_up_worker
 
 LOG = logging.getLogger("lockstep")
 
@@ -37,7 +33,7 @@ def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
         CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either.
     """
     record = record_of(path)
-    config, spec = config_of(path, record, {"exact": False, **raw}), record.get("spec")
+    config, spec = config_of(path, record, raw), record.get("spec")
     return config, Spec(**spec) if spec else open_data(config.data, config.data_dir, config.seed).spec
 
 
@@ -54,17 +50,14 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
         Refusal: its weights are not those of the model that it names.
     """
     module = make_module(config, splits)
-    assert config.checkpoint is not None
-    try:
-        module.load_state_dict(checkpoint_io.load(config.checkpoint)["state_dict"])
-    except RuntimeError as error:
-        raise misfit(config, error) from error
+    with weights_must_fit(config):
+        module.load_state_dict(checkpoint_io.load(str(config.checkpoint))["state_dict"])
     return module.eval()
 
 
 class Predictor(pl.LightningModule):
-    """Any module whose `forward` maps images to logits or log-probabilities; its predictions are ids int64 [n] and
-    probabilities float64 [n, C]."""
+    """Any module whose `forward` maps images to logits or log-probabilities; it predicts the probabilities of a batch's
+    classes, by the images' ids."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         super().__init__()
@@ -73,19 +66,17 @@ class Predictor(pl.LightningModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.module.on_after_batch_transfer(batch, dataloader_idx)
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[int, list[float]]:
         x, ids = batch
-        return ids, self.module(x).double().softmax(dim=1)
+        return dict(zip(ids.tolist(), self.module(x).double().softmax(dim=1).tolist(), strict=True))
 
 
 def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
-    rank = int(os.environ.get("RANK", "0"))
-    logs.configure(folder, rank)
-    fast.set_up(config.layout, config.threads, config.allocator)
+    rank = set_up_worker(config, folder)
     predictor = Predictor(load_module(config, splits))
     data = make_data(config, splits, rank)
-    trainer = make_trainer(replace(config, logger={}), folder, [Heartbeat()])
+    trainer = make_trainer(config, folder, [Heartbeat()])
     own: Any = trainer.predict(predictor, datamodule=data) or []  # None where there are more processes than batches
     parts = [own]
     if trainer.world_size > 1:
@@ -93,12 +84,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         dist.all_gather_object(parts, own)
     summary = summarise(config, folder, "completed", None)
     if rank == 0:
-        found = {
-            int(i): row
-            for part in parts
-            for ids, rows in part
-            for i, row in zip(ids.tolist(), rows.tolist(), strict=True)
-        }
+        found = {image: row for part in parts for batch in part for image, row in batch.items()}
         broken = write(folder / "predictions.csv", splits.test, splits.spec.classes, found)
         summary |= {"images": len(splits.test), "broken": broken}
         write_summary(folder / "summary.json", summary)
@@ -108,7 +94,7 @@ def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     return summary
 
 
-def write(path: Path, images: ImageFiles, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
+def write(path: Path, images: Any, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
     """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row
     is empty, since they could not be decoded."""
     classes, broken = list(classes), []
@@ -122,7 +108,7 @@ def write(path: Path, images: ImageFiles, classes: Iterable[str], found: Mapping
                 broken.append(str(name))
                 table.writerow([name, "", "", *[""] * len(classes)])
                 continue
-            best = max(range(len(row)), key=row.__getitem__)
+            best = row.index(max(row))
             table.writerow([name, classes[best], *(f"{value:.6f}" for value in (row[best], *row))])
         text.detach()
     return broken

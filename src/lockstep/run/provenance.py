@@ -34,7 +34,7 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
         {
             "command": sys.argv,
             "slurm_job": slurm.job(),
-            "config": config.raw,
+            "config": config.record,
             "data_fingerprint": fingerprint,
             "git": git,
             "versions": versions(),

@@ -24,9 +24,8 @@ from lockstep.run.summary import git_info, versions, weights_sha256, write_summa
 def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
     """The start-up line, with what was `chosen` for speed."""
     order = DataOrder(len(splits.train), config.layout, config.seed)
-    exact = ", exact" if config.exact else ""
-    auto = config.accumulate_grad_batches == "auto"
-    found = f", accumulate_grad_batches={config.layout.accumulate} fits" if auto else ""
+    exact = ", exact" if config.layout.exact else ""
+    found = f", accumulate_grad_batches={config.layout.accumulate} fits" if config.auto_accumulate else ""
     scaled = (
         f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
         if config.lr_scaling != "none"
@@ -100,7 +99,7 @@ def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
     """A summary's account of `steps` optimizer steps on `samples` training samples."""
     order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)
-    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.batch_size}
+    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
 
 
 def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:

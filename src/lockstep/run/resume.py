@@ -229,11 +229,12 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     optimizer, chosen = (
         one.get("_target_", one.get("name")) for one in (before.get("optimizer", {}), config.optimizer)
     )
-    batch_size = before.get("batch_size", config.batch_size)
+    size = config.layout.batch_size
+    batch_size = before.get("batch_size", size)
     if optimizer is not None and optimizer != chosen:
         raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
-    if batch_size != config.batch_size:
-        raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
+    if batch_size != size:
+        raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")

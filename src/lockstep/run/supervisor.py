@@ -18,7 +18,6 @@ from lockstep.launch.machine import computes_bf16
 from lockstep.launch.signals import Interrupted, ask_to_end, pending_signals
 from lockstep.launch.worker import is_peer_failure
 from lockstep.run.accumulation import fitted
-from lockstep.run.balance import balanced
 from lockstep.run.config import Config
 from lockstep.run.record import progress, summarise
 from lockstep.run.summary import summary_of, write_summary
@@ -41,8 +40,6 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     before = summary_of(folder)
     try:
-        if config.strategy["balance"]:
-            config = balanced(config, splits, folder)
         config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except Refusal as refusal:
@@ -55,7 +52,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
 
 
 def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path, restarts: int = 0) -> Any:
-    spanning = config.elastic and config.num_nodes > 1
+    spanning = config.elastic and config.layout.num_nodes > 1
     return launch(
         work,
         config,
@@ -72,7 +69,7 @@ def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path,
 
 def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Goes on with one worker fewer when one is lost for good (the agent's `max_restarts` are used up), and with all
-    of them after `elastic_retry` seconds. `pieces` stay, so every layout takes the same steps."""
+    of them after 60 seconds. `pieces` stay, so every layout takes the same steps."""
     devices, restarts, again = config.layout.devices, 0, False
 
     def retry(signum: int, frame: FrameType | None) -> None:
@@ -83,7 +80,7 @@ def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path
     signal.signal(signal.SIGALRM, retry)
     while True:
         if devices < config.layout.devices:
-            signal.setitimer(signal.ITIMER_REAL, config.elastic_retry)
+            signal.setitimer(signal.ITIMER_REAL, 60)
         try:
             shares = config.layout.shares if devices == config.layout.devices else ()
             now = replace(config, layout=replace(config.layout, devices=devices, shares=shares))

@@ -45,6 +45,7 @@ from lockstep.run.config import Config
 from lockstep.run.record import RunRecord, describe
 from lockstep.run.resume import differences, must_fit
 from lockstep.run.summary import summary_of
+from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.finite import NonFinite
 from lockstep.step.hooks import overrides
 from lockstep.step.memory import limit_memory
@@ -57,14 +58,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
     started = time.perf_counter()
-    rank = int(os.environ.get("RANK", "0"))
     config = as_launched(config)
-    logs.configure(folder, rank)
-    if config.batch_size > len(splits.train):
+    rank = set_up_worker(config, folder)
+    if config.layout.batch_size > len(splits.train):
         there = counted(len(splits.train), "sample")
-        raise Refusal(f"batch_size={config.batch_size}: a step has {there} at most, as many as the training set")
-    fast.set_up(config.layout, config.threads, config.allocator)
-    if config.debug["one_batch"]:
+        raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
+    if config.debug.one_batch:
         splits = replace(splits, train=first_batch(config, splits.train))
     checkpoint = _checkpoint_to_resume(config, folder)
     module = make_module(replace(config, resume=checkpoint), splits)
@@ -76,7 +75,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         ReplicaConsistencyCheck(),
         *make_callbacks(config, splits, folder, module),
     ]
-    callbacks += [*pruning(), ResumeState(config.raw, folder), Preemption(folder)]
+    callbacks += [*pruning(), ResumeState(config.record, folder), Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
         _optimizer_stays(module, resumed, config)
@@ -167,7 +166,7 @@ def _optimizer_stays(module: pl.LightningModule, resumed: dict[str, Any], config
         return
     before = resumed.get("lockstep", {}).get("config", {})
     kept = {key: before[key] for key in OFFERED if key in before}
-    if changed := differences(kept, {key: config.raw.get(key) for key in kept}):
+    if changed := differences(kept, {key: config.record.get(key) for key in kept}):
         raise Refusal(
             f"{', '.join(changed)}: a run that goes on takes the optimizer that {own.__name__} makes itself from the "
             "checkpoint, so this would change nothing; leave it out"
@@ -183,10 +182,10 @@ def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list
     before = recorded.get("config", {})
     if "precision" in recorded:  # of a checkpoint of an older version, the config says it
         before = {**before, "precision": recorded["precision"]}
-    changed = differences(before, {**config.raw, "precision": config.precision})
+    changed = differences(before, {**config.record, "precision": config.precision})
     if changed := [change for change in changed if not change.startswith("resume:")]:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if config.layout.strategy == "ddp" and config.strategy["compression"] == "powersgd":
+    if config.layout.strategy == "ddp" and config.strategy.compression == "powersgd":
         messages.append(
             "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
             "does not end with the bits of one that was never interrupted"

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,53 +22,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.scratch import outside
 from lockstep.launch.watchdog import compiling
-from lockstep.run.checks import show
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from torch import nn
 
 GRAPHS = {"reduce-overhead": "true", "max-autotune": "max-autotune-no-cudagraphs"}  # and what does without
-MODES = ("default", "max-autotune-no-cudagraphs", *GRAPHS)
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
 
-def mode(key: str, value: Any) -> str | None:
-    """torch.compile's mode, None for false."""
-    if isinstance(value, bool):
-        return "default" if value else None
-    if value not in MODES:
-        raise Refusal(f"{key}={show(value)}: must be true, false, or a mode of torch.compile: {', '.join(MODES)}")
-    return str(value)
-
-
-def must_work(values: Mapping[str, Any]) -> None:
-    """Checks what goes with `compile`; `values` are the config's, checked one by one.
-
-    Raises:
-        Refusal: something does not, or this machine has no compiler.
-    """
-    found = values["compile"]
-    if found is None:
-        return
-    asked = f"compile={'true' if found == 'default' else found}"
-    if values["strategy"]["name"] == "dp":
-        raise Refusal(f"{asked}: strategy=dp gives a network other devices' weights, a compiled one has its own; ddp")
-    if values["strategy"]["sync_batchnorm"]:
-        raise Refusal(f"{asked}: strategy.sync_batchnorm=true waits for other ranks inside a network; leave one out")
-    if found in GRAPHS and values["accelerator"] == "cpu":
-        raise Refusal(f"{asked}: CUDA graphs need a GPU; compile={GRAPHS[found]} does without them")
-    if found in GRAPHS and values["accumulate_grad_batches"] == "auto":
-        raise Refusal(
-            f"accumulate_grad_batches=auto: CUDA graphs don't give memory back, so not with {asked}; compile=true"
-        )
-    if found.startswith("max-autotune") and values["exact"]:
-        raise Refusal(f"{asked} chooses kernels by their speed, so not with exact=true; compile=true")
-    if reason := _lacking(values["accelerator"]):
-        raise Refusal(f"{asked} needs {reason}")
-
-
-def _lacking(accelerator: str) -> str | None:
+def lacking(accelerator: str) -> str | None:
     """What this machine lacks to compile: otherwise torch would tell in the first step, on a page."""
     if accelerator == "gpu":
         if find_spec("triton") is None:

@@ -19,10 +19,12 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import gpu_count
 from lockstep.run import resume
+from lockstep.run.checks import checker
 from lockstep.run.config import check
 from lockstep.run.resume import key, quoted, sweeps
+from lockstep.run.schema import Sweep
 from lockstep.run.summary import summary_of
-from lockstep.sweeps import jobs, options
+from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
 from lockstep.sweeps.progress import Progress
 
@@ -86,15 +88,15 @@ def launch(
         Refusal: a job can't be run as given; none has begun.
     """
     setup_globals()
-    sweep = options.check("sweep", OmegaConf.to_container(config.sweep, resolve=True))
+    sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     folder = Path(config.hydra.sweep.dir).absolute()
     common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
     every = [
         Job(number, folder / str(number), of_the_run(overrides), " ".join(o for o in overrides if o not in common))
         for number, overrides in enumerate(listed, first)
     ]
-    places, inside = devices(sweep["jobs"], config)
-    progress = Progress(len(every), sweep["metric"], sweep["mode"], len(places))
+    places, inside = devices(sweep.jobs, config)
+    progress = Progress(len(every), sweep.metric, sweep.mode, len(places))
     missing = []
     for job in every:
         summary = summary_of(job.folder)

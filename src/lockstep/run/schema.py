@@ -1,0 +1,193 @@
+"""The schema of conf/: the type and range of every key that is ours. Units and scope stand beside each key in
+conf/train.yaml and conf/evaluate.yaml; a default here is what a front page without the key gets.
+
+What a group names by `_target_` checks its own options when it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass as plain
+from dataclasses import field
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, unknown
+
+OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
+
+
+def filled(value: Any) -> Any:
+    """A group of which nothing is chosen."""
+    return {} if value is None else value
+
+
+def compile_mode(value: Any) -> Any:
+    """What true and false mean for torch.compile."""
+    return ("default" if value else None) if isinstance(value, bool) else value
+
+
+Group: TypeAlias = dict[str, Any]
+OptionalGroup: TypeAlias = Annotated[dict[str, Any], BeforeValidator(filled)]
+
+PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+MODES: TypeAlias = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
+
+
+class Augment(TypedDict, total=False):
+    """`data.augment`; `crop` is compared with the images when they are open."""
+
+    __pydantic_config__ = OURS  # type: ignore[misc]
+    crop: FromZero
+    flip: Flag
+    fill: Literal["zero", "reflect"]
+
+
+class Data(TypedDict, total=False):
+    """The keys that every data set has; others are options of its opener."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    val_fraction: Fraction
+    split_seed: FromZero
+    augment: Augment | None
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
+class StrategyOptions:
+    """What a strategy can be told beside the layout."""
+
+    sync_batchnorm: Flag = False
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
+class Strategy(StrategyOptions):
+    """The group `strategy`."""
+
+    name: Literal["auto", "ddp", "dp"]
+    shares: Annotated[
+        tuple[Positive, ...] | None, Field(description="a list of numbers greater than 0, one for each device")
+    ] = None
+
+
+FREE = (  # of Lightning's Trainer: the step, the layout and the run's length have keys of their own
+    "benchmark",
+    "detect_anomaly",
+    "gradient_clip_algorithm",
+    "inference_mode",
+    "limit_test_batches",
+    "limit_val_batches",
+    "max_time",
+    "min_epochs",
+    "min_steps",
+    "profiler",
+)
+OWN = {  # the Trainer's names for what is set otherwise; others have the same name here and there
+    "check_val_every_n_epoch": "val_every",
+    "default_root_dir": "outputs",
+    "deterministic": "exact",
+    "enable_checkpointing": "callbacks.checkpoint",
+    "enable_progress_bar": "callbacks.console",
+    "fast_dev_run": "debug=batch",
+    "limit_train_batches": "max_steps or val_every",  # an epoch is the whole training set: position follows from steps
+    "log_every_n_steps": "log_every",
+    "overfit_batches": "debug=overfit",
+    "sync_batchnorm": "strategy.sync_batchnorm",
+    "val_check_interval": "val_every",
+}
+
+
+def free(trainer: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the Trainer that no other key sets."""
+    for name in trainer:
+        own = name if name in Keys.__dataclass_fields__ else OWN.get(name)
+        right = f"give {own} instead" if own else f"there is no such key; {unknown(str(name), FREE)}"
+        if name not in FREE:
+            raise Refusal(f"debug.trainer.{name}: {right}")
+    return trainer
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
+class Debug:
+    """What a run does so that somebody can look at it."""
+
+    one_batch: Flag = False
+    trainer: Annotated[
+        dict[str, Any],
+        BeforeValidator(filled),
+        AfterValidator(free),
+        Field(description=f"a mapping of keys of Lightning's Trainer: {', '.join(FREE)}"),
+    ] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
+class Sweep:
+    """How many runs are made in one."""
+
+    jobs: Whole = 1
+    resume: Text | None = None
+    metric: Text = "val/acc"
+    mode: Literal["max", "min"] = "max"
+
+
+@plain(frozen=True, kw_only=True)
+class Kept:
+    """The keys that a run needs as they are."""
+
+    name: Name
+    outputs: Folder
+    seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0  # as numpy takes
+    model: Group = field(default_factory=dict)
+    data_dir: Folder
+    num_workers: FromZero | None = None
+    rdzv_endpoint: Text | None = None
+    max_restarts: FromZero = 0
+    elastic: Flag = False
+    hang_timeout: Positive = 300.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    memory_budget: Positive | None = None
+    precision: PRECISIONS
+    threads: Whole | None = None
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    allocator: Literal["auto", "system"] = "auto"
+    compile: Annotated[
+        MODES | None,
+        BeforeValidator(compile_mode),
+        Field(description=f"true, false, or a mode of torch.compile: {', '.join(MODES.__args__)}"),
+    ] = None
+    resident: Flag | Literal["auto"] = "auto"
+    max_epochs: Whole = 1
+    max_steps: Whole | None = None
+    val_every: Whole | None = None
+    lr: Positive = 1.0
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    reference_batch_size: Whole = 1
+    optimizer: Group = field(default_factory=dict)
+    scheduler: Group = field(default_factory=dict)
+    gradient_clip_val: Positive | None = None
+    checkpoint_every: Whole | None = None
+    log_every: Whole = 50
+    resume: Text | None = None
+    checkpoint: Text | None = None
+    callbacks: OptionalGroup = field(default_factory=dict)
+    logger: OptionalGroup = field(default_factory=dict)
+    debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
+class Keys(Kept):
+    """All keys, as they are given: those below become the run's layout."""
+
+    data: Data
+    strategy: Strategy
+    accelerator: Literal["auto", "cpu", "gpu"]
+    devices: Whole
+    num_nodes: Whole
+    batch_size: Whole
+    pieces: Whole | None = None
+    accumulate_grad_batches: Whole | Literal["auto"] | None = None
+    exact: Flag = False
+    sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)
