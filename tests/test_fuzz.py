@@ -252,43 +252,13 @@ def test_layouts() -> None:
 def test_command_lines() -> None:
     """Whatever Hydra's parser makes of an override, the answer is a config or a refusal of one line."""
     rng = random.Random(9)
-    keys = [".".join(place) for place in places(composed())] + [
-        "nothing",
-        "hydra.run.dir",
-        "hydra",
-        "",
-        "a.b.c",
-        "+new",
-        "~lr",
-        "model@x",
-    ]
-    values = [
-        "",
-        "1",
-        "-1",
-        "nan",
-        "[1,2",
-        "{a:1}",
-        "'",
-        '"',
-        "${oc.env:HOME}",
-        "${lr}",
-        "${nothing}",
-        "${",
-        "a=b",
-        "a,b",
-        "\\",
-        "*",
-        "@",
-        "1e999",
-    ]
+    keys = [".".join(place) for place in places(composed())]
+    keys += ["nothing", "hydra.run.dir", "hydra", "", "a.b.c", "+new", "~lr", "model@x"]
+    values = ["", "1", "-1", "nan", "1e999", "[1,2", "{a:1}", "'", '"', "a=b", "a,b", "\\", "*", "@"]
+    values += ["${oc.env:HOME}", "${lr}", "${nothing}", "${"]
     for _ in range(150):
-        override = (
-            rng.choice(("", "", "", "+", "++", "~"))
-            + rng.choice(keys)
-            + rng.choice(("=", "=", "=", "", "=="))
-            + rng.choice(values)
-        )
+        sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
+        override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:
             check(composed(*cli.keyed([override])))
         except cli.BAD_INPUT as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
@@ -37,19 +37,19 @@ PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-t
 MODES: TypeAlias = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
 
+@with_config(OURS)
 class Augment(TypedDict, total=False):
     """`data.augment`; `crop` is compared with the images when they are open."""
 
-    __pydantic_config__ = OURS  # type: ignore[misc]
     crop: FromZero
     flip: Flag
     fill: Literal["zero", "reflect"]
 
 
+@with_config(ConfigDict(extra="allow"))
 class Data(TypedDict, total=False):
     """The keys that every data set has; others are options of its opener."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     val_fraction: Fraction
     split_seed: FromZero
     augment: Augment | None
