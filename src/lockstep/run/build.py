@@ -132,10 +132,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
-    named = config.callbacks.items()
-    made = {
-        f"callbacks.{name}": instantiate(f"callbacks.{name}", options, **offers) for name, options in named if options
-    }
+    named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
+    made = {key: instantiate(key, options, **offers) for key, options in named.items()}
     brought = module.configure_callbacks()
     own = brought if isinstance(brought, Sequence) else [brought]
     for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:

@@ -20,7 +20,7 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         return []
     make: partial[Any] = instantiate("logger", {**config.logger, "_partial_": True}, folder=folder, save_dir=folder)
     if isinstance(make.func, type) and issubclass(make.func, TensorBoardLogger):
-        # At the first start too: of the starts that it finds, TensorBoard takes only those after the first for a restart.
+        # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
         make = partial(make, purge_step=step + 1)
     logger = call("logger", make)
     if isinstance(logger, CSVLogger) and step and os.environ.get("RANK", "0") == "0":

@@ -40,9 +40,7 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         if num_classes < 2:
-            raise ValueError(
-                f"num_classes={num_classes}: a classifier needs two at least, the data set's Spec names them"
-            )
+            raise ValueError(f"num_classes={num_classes}: a classifier needs two at least")
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and below 1")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"], logger=False)  # for load_from_checkpoint
@@ -53,9 +51,8 @@ class ImageClassifier(LightningModule):
         self.decay_norms_and_biases = decay_norms_and_biases
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)
         # Over all samples of an evaluation, exactly, on any layout.
-        self.scores = nn.ModuleDict(
-            {"loss": ExactMean(), "acc": ExactMean(), "correct": ExactSum(), "count": ExactSum()}
-        )
+        scores = {"loss": ExactMean(), "acc": ExactMean(), "correct": ExactSum(), "count": ExactSum()}
+        self.scores = nn.ModuleDict(scores)
         if num_classes > 10:
             self.scores["acc_top5"] = ExactMean()
 

@@ -17,9 +17,7 @@ class MnistCNN(ImageClassifier):
     def __init__(self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **task: Any) -> None:
         side = (image_size - 8) // 2  # each convolution takes 4 pixels, the pool halves
         if side < 1:
-            raise ValueError(
-                f"mnist_cnn needs images of at least 10 x 10 pixels, these are {image_size} x {image_size}"
-            )
+            raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
         net = nn.Sequential(

@@ -32,13 +32,12 @@ class ResNet18(ImageClassifier):
         pretrained: bool = False,
         **task: Any,
     ) -> None:
-        for name, value, known in (
-            ("stem", stem, STEMS),
-            ("norm", norm, NORMS),
-            ("pretrained", pretrained, (True, False)),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value}: must be one of {', '.join(map(str, known))}")
+        if stem not in STEMS:
+            raise ValueError(f"stem={stem}: must be one of {', '.join(STEMS)}")
+        if norm not in NORMS:
+            raise ValueError(f"norm={norm}: must be one of {', '.join(NORMS)}")
+        if not isinstance(pretrained, bool):
+            raise ValueError(f"pretrained={pretrained}: must be true or false")
         small = stem == "small" or (stem == "auto" and image_size <= 64)
         least = 9 if small else 33
         if norm == "batch" and image_size < least:
