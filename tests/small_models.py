@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
+
 from project.models import FastCNN, MnistCNN, ResNet18
+from project.schedules import cosine
 
 
 def task(**changes: Any) -> dict[str, Any]:
@@ -12,12 +16,14 @@ def task(**changes: Any) -> dict[str, Any]:
         "channels": 1,
         "image_size": 12,
         "num_classes": 3,
-        "lr": 0.1,
-        "optimizer": {"name": "sgd", "momentum": 0.9},
-        "scheduler": {"name": "cosine"},
-        "total_steps": 8,
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "scheduler": by_step,
     }
     return plain | changes
+
+
+def by_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"scheduler": cosine(optimizer, total_steps=8), "interval": "step"}
 
 
 def mnist_cnn(**changes: Any) -> Any:

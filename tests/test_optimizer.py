@@ -1,103 +1,146 @@
-"""Optimizers and schedules: what decays, closed forms, refusals."""
+"""Optimizers and schedules: what decays, closed forms, what yaml and the command line can name, refusals."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, apart
-from small_models import mnist_cnn, resnet18
+from conftest import Program, Run, apart, summary_of
+from small_models import resnet18
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
-from project.models.optimizer import build_optimizer
-from project.models.schedule import lr_factor
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.optimizers import optimization
+from project import schedules
+
+SAMPLES = 640  # ten steps an epoch
 
 
-def test_biases_and_norms_do_not_decay() -> None:
-    model = resnet18()
+def offered(*overrides: str) -> dict[str, Any]:
+    """What a module gets to train with."""
+    return optimization(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
+
+
+def rates(made: dict[str, Any], steps: int) -> list[float]:
+    """The learning rate of each step."""
+    optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
+    schedule = made["scheduler"](optimizer)["scheduler"]
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_biases_and_norms_decay_if_asked(decays: bool) -> None:
+    made = offered("optimizer=adamw", "optimizer.weight_decay=0.02")["optimizer"]
+    model = resnet18(optimizer=made, decay_norms_and_biases=decays)
     model.net.fc.weight.requires_grad = False
-    decay, plain = build_optimizer(model, 0.1, "adamw", weight_decay=0.02, betas=[0.8, 0.9]).param_groups
-    assert (decay["weight_decay"], plain["weight_decay"]) == (0.02, 0.0)
-    assert all(p.ndim > 1 for p in decay["params"])
-    assert all(p.ndim == 1 for p in plain["params"])
-    assert len(decay["params"]) + len(plain["params"]) == len(list(model.parameters())) - 1, "all that is trained"
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters())) - 1, "all that is trained"
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    weights = {id(p) for p in model.parameters() if p.requires_grad and (decays or p.ndim > 1)}
+    assert decayed == weights
+    assert {group["weight_decay"] for group in groups} == ({0.02} if decays else {0.02, 0.0})
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("overrides", "kind", "options"),
     [
-        ({"name": "lion"}, "sgd, adamw"),
-        ({"name": "sgd", "beta": 1}, "beta"),
-        ({"name": "sgd", "momentum": None}, "^optimizer.momentum=null: "),
-        ({"name": "sgd", "weight_decay": None}, "^optimizer.weight_decay=null: "),
-        ({"name": "adamw", "eps": -1.0}, "-1.0"),
-        ({"name": "adamw", "betas": [0.9]}, "^optimizer.betas=.*two numbers"),
+        (
+            ["optimizer=adamw", "optimizer.betas=[0.8,0.9]", "lr=0.2"],
+            torch.optim.AdamW,
+            {"betas": (0.8, 0.9), "lr": 0.2},
+        ),
+        (["optimizer._target_=torch.optim.Adam", "~optimizer.momentum", "~optimizer.nesterov"], torch.optim.Adam, {}),
+        (["+optimizer.lr=0.5"], torch.optim.SGD, {"lr": 0.5}),
+        (["lr_scaling=linear", "batch_size=128"], torch.optim.SGD, {"lr": 0.06}),
     ],
 )
-def test_bad_optimizers_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal, match=says):
-        build_optimizer(nn.Linear(2, 2), 0.1, **options)
+def test_any_optimizer_by_hydras_convention(overrides: list[str], kind: type, options: dict[str, Any]) -> None:
+    optimizer = offered(*overrides)["optimizer"]([nn.Parameter(torch.zeros(1))])
+    assert type(optimizer) is kind
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
 
 
 @pytest.mark.parametrize(
-    ("total", "options", "says"),
+    ("overrides", "says"),
     [
-        (10, {"name": "step"}, "constant, cosine, onecycle"),
-        (10, {"name": "cosine", "warmup_steps": 11}, r"warmup_steps=11 must lie in 0\.\.10"),
-        (10, {"name": "cosine", "end": 1}, "end"),
-        (10, {"name": "cosine", "final": 2}, "final=2"),
-        (10, {"name": "onecycle", "peak": 1.0}, "peak=1.0"),
-        (0, {"name": "constant"}, "total_steps=0"),
+        (["optimizer._target_=torch.optim.Lion"], "optimizer._target_=torch.optim.Lion: torch.optim has no Lion"),
+        (["+optimizer.beta=1"], r"optimizer.beta: SGD takes no such option; leave it out \(~optimizer.beta\)"),
+        (
+            ["optimizer._target_=torch.optim.Rprop"],
+            r"\(~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay\)",
+        ),
+        (["optimizer.momentum=null"], r"^optimizer: SGD\(lr=0.03, momentum=null, "),
+        (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
+        (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must lie in 0\.\.20"),
+        (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
+        (["scheduler.peak=1.0"], "^scheduler.peak=1.0: "),
+        (["scheduler.peak=later:total"], "^scheduler.peak=later:total: did you mean total_steps"),
     ],
 )
-def test_bad_schedules_are_refused(total: int, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal, match=says):
-        lr_factor(total, **options)
+def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        offered(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_of_a_metric_names_it() -> None:
+    with pytest.raises(Refusal, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
+        rates(offered("scheduler=plateau", "~scheduler.monitor"), 1)
 
 
 def test_schedules_are_their_closed_forms() -> None:
-    constant = lr_factor(10, "constant", warmup_steps=4)
-    assert [constant(s) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    cosine = lr_factor(104, "cosine", warmup_steps=4, final=0.1)
-    assert cosine(0) == 0.25
-    assert cosine(3) == cosine(4) == 1.0
+    def factors(schedule: Any, **options: Any) -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        return schedule(optimizer, **options).lr_lambdas[0]
+
+    cosine = factors(schedules.cosine, total_steps=104, warmup_steps=4, final=0.1)
+    assert [cosine(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     for step in range(4, 104):
         assert cosine(step) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 100)) / 2)
     assert cosine(104) == cosine(200) == pytest.approx(0.1)
-    onecycle = lr_factor(100, "onecycle", peak=0.2, start=0.1, final=0.0)
+    assert factors(schedules.cosine, total_steps=3, warmup_steps=3)(2) == 1.0
+    onecycle = factors(schedules.onecycle, total_steps=100, peak=0.2, start=0.1)
     assert [onecycle(s) for s in (0, 10, 20, 60, 100)] == pytest.approx([0.1, 0.55, 1.0, 0.5, 0.0])
     assert max(range(100), key=onecycle) == 20
-    assert lr_factor(3, "cosine", warmup_steps=3)(2) == 1.0
 
 
-@pytest.mark.parametrize("scheduler", [{"name": "cosine", "warmup_steps": 2}, {"name": "onecycle", "peak": 0.25}])
-def test_schedule_resumes_from_plain_state(scheduler: dict[str, Any]) -> None:
-    def run(setup: dict[str, Any], steps: int) -> list[float]:
-        rates = []
-        for _ in range(steps):
-            rates.append(setup["optimizer"].param_groups[0]["lr"])
-            setup["optimizer"].step()
-            setup["lr_scheduler"]["scheduler"].step()
-        return rates
+def test_schedules_of_torch_know_the_length_of_the_run() -> None:
+    def of_torch(name: str, *options: str) -> dict[str, Any]:
+        target = f"scheduler._target_=torch.optim.lr_scheduler.{name}"
+        return offered("scheduler=constant", "~scheduler.factor", target, *options)
 
-    def build() -> Any:
-        return mnist_cnn(scheduler=scheduler).configure_optimizers()
+    annealed = rates(of_torch("CosineAnnealingLR", "+scheduler.T_max=later:total_steps"), 21)
+    assert annealed == pytest.approx([0.03 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
+    assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.03)
+    assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
 
-    whole = run(build(), 8)
-    assert whole == pytest.approx([0.1 * lr_factor(8, **scheduler)(s) for s in range(8)])
-    killed, resumed, file = build(), build(), io.BytesIO()
-    first = run(killed, 3)
-    torch.save([killed["optimizer"].state_dict(), killed["lr_scheduler"]["scheduler"].state_dict()], file)
-    file.seek(0)
-    optimizer, schedule = torch.load(file, weights_only=True)
-    resumed["optimizer"].load_state_dict(optimizer)
-    resumed["lr_scheduler"]["scheduler"].load_state_dict(schedule)
-    assert first + run(resumed, 5) == whole
+
+@pytest.mark.parametrize(("scheduler", "kind"), [("plateau", "num_bad_epochs"), ("multistep", "milestones")])
+def test_schedules_by_epoch_and_by_metric_go_on_where_they_were(tmp_path: Path, scheduler: str, kind: str) -> None:
+    named = (
+        ("+scheduler.threshold=10", "scheduler.patience=0")
+        if scheduler == "plateau"
+        else ("scheduler.milestones=[1,2]",)
+    )
+    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", f"scheduler={scheduler}", *named)
+    whole = Program(tmp_path / "whole")(*task, "max_epochs=4")
+    cut = Program(tmp_path / "cut")(*task, "max_epochs=4", "max_steps=10")  # of four an epoch
+    train = Program(tmp_path / "cut")
+    train(f"resume={cut.folder}", "max_steps=null")
+    assert summary_of(cut.folder)["weights_sha256"] == whole.summary["weights_sha256"]
+    state = torch.load(whole.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kind in state["lr_schedulers"][0]
+    assert state["optimizer_states"][0]["param_groups"][0]["lr"] < 0.03
 
 
 FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,27 @@ from lockstep.launch.atomic import same_file
 from lockstep.launch.watchdog import patient
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
+GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by ReduceLROnPlateau
 
 
 class ResumeState(pl.Callback):
     """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began. The
     checkpoint that it goes on from becomes its last one: a group that is started again goes on from there too.
 
+    Where the optimizer's or the schedule's settings are others than the checkpoint's, they win: the optimizer takes
+    them and keeps what it has gathered, and the new schedule stands where it would after as many steps.
+
     Args:
         config: the run's plain config.
         folder: the run folder.
+        settings: of the module's optimizer and schedule, plain; see `lockstep.run.optimizers.settings`.
+        steps_per_epoch: optimizer steps.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+    def __init__(self, config: dict[str, Any], folder: Path, settings: dict[str, Any], steps_per_epoch: int) -> None:
+        self.settings = settings
+        self.steps_per_epoch = steps_per_epoch
+        self._loaded: dict[str, Any] = {}  # the checkpoint, which Lightning goes on from after `on_fit_start`
         self.last = folder / "checkpoints" / "last.ckpt"
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
@@ -41,7 +51,12 @@ class ResumeState(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
-        checkpoint["continuation"] = {"stopped": trainer.should_stop, "length": self.length, "trained": changed}
+        checkpoint["continuation"] = {
+            "stopped": trainer.should_stop,
+            "length": self.length,
+            "trained": changed,
+            "settings": self.settings,
+        }
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -51,10 +66,46 @@ class ResumeState(pl.Callback):
             return
         trainer.should_stop = saved["stopped"] and saved["length"] == self.length
         self._changed = saved["trained"]
+        self._loaded = checkpoint
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, trained in self._changed.items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
+        if self._loaded and self._loaded["continuation"]["settings"] != self.settings:
+            self._follow_settings(trainer)
+        self._loaded = {}
+
+    def _follow_settings(self, trainer: pl.Trainer) -> None:
+        before, configs = self._loaded["continuation"]["settings"], trainer.lr_scheduler_configs
+        states = []
+        for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
+            new = config.scheduler.state_dict()
+            if config.reduce_on_plateau:
+                new |= {name: state[name] for name in GATHERED if name in state}
+            else:
+                counted = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
+                new = _after(config.scheduler, counted // config.frequency)
+            states.append(new)
+        self._loaded["lr_schedulers"] = states
+        same_lr = _lr(before) == _lr(self.settings)
+        kept = {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
+        for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
+            for old, fresh in zip(state["param_groups"], optimizer.param_groups, strict=False):
+                old |= {name: value for name, value in fresh.items() if name not in kept}
+
+
+def _after(schedule: Any, steps: int) -> dict[str, Any]:
+    """A schedule's state after so many steps, and its optimizer's learning rates with it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: that the optimizer has not made them
+        for _ in range(steps):
+            schedule.step()
+    state: dict[str, Any] = schedule.state_dict()
+    return state
+
+
+def _lr(settings: dict[str, Any]) -> Any:
+    return settings.get("optimizer", settings).get("lr")
 
 
 def _trained(module: pl.LightningModule) -> dict[str, bool]:

@@ -14,7 +14,7 @@ from lockstep.arithmetic.order import hash64
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import Source, Splits, fingerprint
 from lockstep.run.checks import fraction, show, whole
-from lockstep.run.targets import build
+from lockstep.run.instantiate import instantiate
 
 
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
@@ -35,7 +35,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     augment = options.pop("augment", None)
     if augment is not None and not isinstance(augment, Mapping):
         raise Refusal(f"data.augment={show(augment)}: must be null, or keys such as data.augment.crop=2")
-    source = build("data", options, data_dir=data_dir, seed=seed)
+    source = instantiate("data", options, data_dir=data_dir, seed=seed)
     if not isinstance(source, Source):
         made = type(source).__name__
         raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}")

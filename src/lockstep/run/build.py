@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import inspect
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
 from lockstep.launch import logs
 from lockstep.launch.environment import STARTED
@@ -29,9 +23,11 @@ from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
+from lockstep.run.instantiate import instantiate
+from lockstep.run.loggers import make_loggers
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, total_steps
 from lockstep.run.record import describe
 from lockstep.run.summary import versions
-from lockstep.run.targets import build
 from lockstep.step.compiled import GRAPHS, compile_networks
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -39,13 +35,7 @@ from lockstep.step.hooks import overrides
 from lockstep.step.loop import StepLoop
 from lockstep.step.memory import MIB
 from lockstep.step.strategies import make_strategy
-from project.models import ImageClassifier
 
-# Keys of the front page that do nothing where a module's constructor does not take what they make.
-OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), "lr") | {
-    "optimizer": "optimizer",
-    "scheduler": "scheduler",
-}
 # Hooks of a LightningModule for which steps made of pieces have no place.
 REFUSED = {
     **dict.fromkeys(
@@ -57,14 +47,6 @@ REFUSED = {
     ),
     "on_after_backward": "would see the gradient of a piece; on_before_optimizer_step sees the step's",
 }
-
-
-def total_steps(config: Config, samples: int) -> int:
-    """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
-    if not config.trains:
-        return sys.maxsize
-    steps = config.max_epochs * DataOrder(samples, config.layout, config.seed).steps_per_epoch
-    return min(steps, config.max_steps or steps)
 
 
 @patient()
@@ -81,19 +63,9 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
     pl.seed_everything(config.seed, workers=False, verbose=False)
     spec = splits.spec
-    wanted = {OFFERED[key.partition(".")[0]]: key for key in config.given if key.partition(".")[0] in OFFERED}
-    module = build(
-        "model",
-        options,
-        wanted,
-        channels=spec.channels,
-        image_size=spec.image_size,
-        num_classes=len(spec.classes),
-        lr=config.step_lr,
-        optimizer=config.optimizer,
-        scheduler=config.scheduler,
-        total_steps=total_steps(config, len(splits.train)),
-    )
+    refuse_unused(config)
+    sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
+    module = instantiate("model", options, **sizes, **optimization(config, len(splits.train)))
     named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise Refusal(
@@ -105,56 +77,17 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             raise Refusal(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
-    for name, given in wanted.items():
-        if _unused(module, name):
-            raise Refusal(
-                f"{given}: the configure_optimizers of {config.model['_target_']} does not use self.{name}, so this "
-                "would change nothing; leave it out"
-            )
     if odd := [name for name, value in module.hparams.items() if not is_plain(value)]:
         held = ", ".join(f"{name} ({type(module.hparams[name]).__name__})" for name in odd)
         raise Refusal(
             f"{named}: its hyperparameters hold {held}, and a checkpoint holds plain data only: "
             f"save_hyperparameters(ignore={json.dumps(odd)})"
         )
-    module.configure_optimizers = partial(_one_optimizer, module.configure_optimizers)  # type: ignore[method-assign]
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
     fast.memory_format(module, config.memory_format)
     return module
-
-
-def _unused(module: pl.LightningModule, name: str) -> bool:
-    """Whether a classifier makes its optimizer itself, and no method of its own names this attribute, or hands the work
-    on to `ImageClassifier`."""
-    if not isinstance(module, ImageClassifier) or not overrides(module, "configure_optimizers", ImageClassifier):
-        return False
-    classes = type(module).__mro__
-    methods = [
-        inspect.unwrap(method)
-        for owner in classes[: classes.index(ImageClassifier)]
-        for method in vars(owner).values()
-        if inspect.isfunction(method)
-    ]
-    mentioned = {mention for method in methods for mention in method.__code__.co_names}
-    return mentioned.isdisjoint({name, "hparams", "configure_optimizers"})
-
-
-def _one_optimizer(configure: Callable[[], Any]) -> Any:
-    """What a module's own `configure_optimizers` returns. Lightning would train nothing without an optimizer, and of
-    several advise to step them by hand."""
-    found = configure()
-    optimizers = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
-    if len(optimizers) == 2 and isinstance(optimizers[0], list):  # and schedules
-        optimizers = optimizers[0]
-    if (number := len(optimizers)) != 1:
-        raise Refusal(
-            f"configure_optimizers returned {number or 'no'} optimizer{'s' * (number != 1)}: a step has one; "
-            "what is trained otherwise is a parameter group of it, what is not trained is frozen by "
-            "requires_grad_(False)"
-        )
-    return found
 
 
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
@@ -203,8 +136,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
         "started": float(os.environ.get(STARTED, time.time())),
     }
-    named = config.callbacks.items()
-    made = {f"callbacks.{name}": build(f"callbacks.{name}", options, **offers) for name, options in named if options}
+    named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
+    made = {key: instantiate(key, options, **offers) for key, options in named.items()}
     brought = module.configure_callbacks()
     own = brought if isinstance(brought, Sequence) else [brought]
     for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
@@ -213,38 +146,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
             )
-    return list(made.values())
-
-
-def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
-    """The run's loggers, inside its folder; `step` optimizer steps are logged already."""
-    if "_target_" in config.logger:
-        own = build("logger", config.logger, folder=folder, save_dir=folder)
-        return [_with_rows(own, step) if isinstance(own, CSVLogger) else own]
-    name = config.logger.get("name", "none")
-    if name == "tensorboard":
-        # Hides what a killed run logged after its last checkpoint. At the first start too: of the starts that it finds,
-        # TensorBoard takes only those after the first for a restart.
-        return [TensorBoardLogger(folder, name="", version="tensorboard", default_hp_metric=False, purge_step=step + 1)]
-    if name == "csv":
-        return [_with_rows(CSVLogger(folder, name="", version="csv"), step)]
-    return []
-
-
-def _with_rows(logger: CSVLogger, step: int) -> CSVLogger:
-    """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
-    if step and os.environ.get("RANK", "0") == "0":
-        path = Path(logger.log_dir, "metrics.csv")
-        before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
-        if path.exists() and not before.exists():
-            path.rename(before)
-        if before.exists():
-            with open(before, newline="") as file:
-                rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
-            logger.experiment.metrics = [row for row in rows if int(row["step"]) <= step]
-            logger.save()
-            before.unlink()
-    return logger
+    return [*made.values(), OptimizerCheck(config)]
 
 
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:

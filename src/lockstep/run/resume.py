@@ -226,9 +226,7 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
     if made is not None and made != now:
         raise Refusal(f"model._target_={now}: {path} was made by {made}")
-    optimizer, chosen = (
-        one.get("_target_", one.get("name")) for one in (before.get("optimizer", {}), config.optimizer)
-    )
+    optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
     if optimizer is not None and optimizer != chosen:

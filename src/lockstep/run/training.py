@@ -33,15 +33,14 @@ from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.loading import Splits
 from lockstep.run import fast, provenance
 from lockstep.run.build import (
-    OFFERED,
     compile_module,
     make_callbacks,
     make_data,
     make_module,
     make_trainer,
-    total_steps,
 )
 from lockstep.run.config import Config
+from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.record import RunRecord, describe
 from lockstep.run.resume import differences, must_fit
 from lockstep.run.summary import summary_of
@@ -49,7 +48,6 @@ from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.finite import NonFinite
 from lockstep.step.hooks import overrides
 from lockstep.step.memory import limit_memory
-from project.models import ImageClassifier
 
 LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -75,10 +73,11 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         ReplicaConsistencyCheck(),
         *make_callbacks(config, splits, folder, module),
     ]
-    callbacks += [*pruning(), ResumeState(config.record, folder), Preemption(folder)]
+    samples = len(splits.train)
+    state = ResumeState(config.record, folder, settings(config, samples), steps_per_epoch(config, samples))
+    callbacks += [*pruning(), state, Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
-        _optimizer_stays(module, resumed, config)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
     compile_module(config, module, trainer)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -154,23 +153,6 @@ def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
         except CheckpointError as error:
             LOG.warning("%s; trying what is older", error)
     return config.resume
-
-
-def _optimizer_stays(module: pl.LightningModule, resumed: dict[str, Any], config: Config) -> None:
-    """Refusal: the config changes an optimizer that the module takes from the checkpoint as it is."""
-    base = ImageClassifier if isinstance(module, ImageClassifier) else pl.LightningModule
-    own = type(module)
-    if own.on_load_checkpoint is not base.on_load_checkpoint:  # it may see to it
-        return
-    if base is ImageClassifier and own.configure_optimizers is base.configure_optimizers:
-        return
-    before = resumed.get("lockstep", {}).get("config", {})
-    kept = {key: before[key] for key in OFFERED if key in before}
-    if changed := differences(kept, {key: config.record.get(key) for key in kept}):
-        raise Refusal(
-            f"{', '.join(changed)}: a run that goes on takes the optimizer that {own.__name__} makes itself from the "
-            "checkpoint, so this would change nothing; leave it out"
-        )
 
 
 def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list[str]:

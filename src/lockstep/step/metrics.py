@@ -1,16 +1,13 @@
-"""Evaluation in integers: the same numbers however samples are ordered, cut into chunks or dealt to devices."""
+"""Means and counts in integers: the same numbers however samples are ordered, cut into chunks or dealt to devices."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-FRACTION_BITS = 32  # a loss is kept to 2**-32; the sum of fractions has room for 2**31 samples
-LARGEST = 2.0**40  # a loss beyond it counts as non-finite, so that the sum of whole parts can't overflow either
+FRACTION_BITS = 32  # a value is kept to 2**-32; the sum of fractions has room for 2**31 samples
+LARGEST = 2.0**40  # a value beyond it counts as non-finite, so that the sum of whole parts can't overflow either
 
 
 class ExactMean(Metric):
@@ -34,44 +31,27 @@ class ExactMean(Metric):
         count = torch.full_like(fractions, len(values))
         self.sums += torch.stack((whole.long().sum(), fractions, (~usable).sum(), count))
 
-    def compute(self) -> float:
-        """The mean, rounded once: Python divides integers of any size."""
+    def compute(self) -> Tensor:
+        """The mean float64, rounded once: Python divides integers of any size."""
         whole, fractions, broken, count = self.sums.tolist()
-        if broken or not count:
-            return float("nan")
-        return ((whole << FRACTION_BITS) + fractions) / (count << FRACTION_BITS)
+        usable = count and not broken
+        mean = ((whole << FRACTION_BITS) + fractions) / (count << FRACTION_BITS) if usable else float("nan")
+        return torch.tensor(mean, dtype=torch.float64, device=self.sums.device)
 
 
-class Evaluation(torch.nn.Module):
-    """The metrics of an evaluation: loss, accuracy, confusion matrix, and top-5 accuracy above ten classes."""
+class ExactSum(Metric):
+    """Sum of whole numbers, int64."""
 
-    def __init__(self, classes: int) -> None:
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self) -> None:
         super().__init__()
-        self.loss = ExactMean()
-        self.confusion = MulticlassConfusionMatrix(classes, validate_args=False)
-        self.top5 = MulticlassAccuracy(classes, top_k=5, average="micro", validate_args=False) if classes > 10 else None
+        self.add_state("total", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, losses: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Adds n samples: losses [n], logits [n, C], labels int64 [n]."""
-        self.loss.update(losses)
-        self.confusion.update(logits, labels)
-        if self.top5 is not None:
-            self.top5.update(logits, labels)
+    def update(self, values: Tensor) -> None:
+        """Adds integers or truth values, of any shape."""
+        self.total += values.sum()
 
-    def compute(self) -> tuple[dict[str, float], Tensor]:
-        """`loss`, `acc`, `correct`, `count` (and `acc_top5`) over all processes, and the confusion matrix int64 [C, C]
-        (row = label, column = prediction) on the CPU. Every process must call it."""
-        matrix = self.confusion.compute().cpu()
-        correct, count = int(matrix.diagonal().sum()), int(matrix.sum())
-        found: dict[str, Any] = {"loss": self.loss.compute(), "acc": correct / count if count else float("nan")}
-        found |= {"correct": correct, "count": count}
-        if self.top5 is not None:
-            found["acc_top5"] = float(self.top5.compute())
-        return found, matrix
-
-    def reset(self) -> None:
-        """Forgets what was added."""
-        self.loss.reset()
-        self.confusion.reset()
-        if self.top5 is not None:
-            self.top5.reset()
+    def compute(self) -> Tensor:
+        return self.total

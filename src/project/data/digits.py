@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
 from lockstep.loading.datasets import ArrayDataset, Source, Spec
-from lockstep.run.checks import whole
 
 DIGITS_SIZE = 28  # pixels, MNIST's
 
@@ -68,9 +67,11 @@ def synthetic(
         sample_seed: what the images follow from. Not the run's seed, so that runs see the same data.
     """
     sizes = {"samples": samples, "channels": channels, "image_size": image_size, "num_classes": num_classes}
-    for name, value in sizes.items():
-        whole(2 if name == "num_classes" else 1)(f"data.{name}", value)
-    rng = np.random.default_rng(whole(0)("data.sample_seed", sample_seed))
+    for name, value in {**sizes, "sample_seed": sample_seed}.items():
+        least = {"num_classes": 2, "sample_seed": 0}.get(name, 1)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value}: must be a whole number of at least {least}")
+    rng = np.random.default_rng(sample_seed)
     pattern = rng.integers(0, 256, (num_classes, channels, image_size, image_size), dtype=np.uint8)
 
     def make(count: int) -> ArrayDataset:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.loading.datasets import Source, Spec
-from lockstep.run.checks import real, several, whole
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # torchvision's
 MODES = {1: "L", 3: "RGB"}
@@ -174,18 +173,18 @@ def image_folder(
     Raises:
         Refusal: folders or images that are missing, differ in their classes, or can't be read.
     """
-    whole(1)("data.image_size", image_size)
-    whole(1)("data.channels", channels)
-    if channels not in MODES:
-        raise Refusal(f"data.channels={channels}: must be 1 (grey) or 3 (RGB)")
-    moments = []
-    for key, given, usual, each in zip(
-        ("data.mean", "data.std"), (mean, std), MOMENTS[channels], (real(least=0), real(above=0)), strict=True
-    ):
-        values = usual if given is None else tuple(several(each)(key, given))
-        if len(values) != channels:
-            raise Refusal(f"{key}={list(values)}: must be {counted(channels, 'number')}, one per channel")
-        moments.append(values)
+    if type(image_size) is not int or image_size < 1:
+        raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
+    if type(channels) is not int or channels not in MODES:
+        raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
+    mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
+    for name, values in {"mean": mean, "std": std}.items():
+        if not isinstance(values, Sequence) or len(values) != channels:
+            raise ValueError(f"{name}={values}: must be {counted(channels, 'number')}, one per channel")
+    if min(mean) < 0:
+        raise ValueError(f"mean={mean}: must be at least 0")
+    if min(std) <= 0:
+        raise ValueError(f"std={std}: must be greater than 0")
     root = Path(data_dir)
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
@@ -204,7 +203,7 @@ def image_folder(
             odd = f"only {has}/ has {differing[0]}{_more(differing)}"
             raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     check_headers(list(parts.values()))
-    return Source(train, parts["test"], Spec(channels, image_size, train.classes, *moments), parts.get("val"))
+    return Source(train, parts["test"], Spec(channels, image_size, train.classes, tuple(mean), tuple(std)), parts.get("val"))
 
 
 def check_headers(parts: Sequence[FolderDataset]) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import several, whole
 from project.models.classifier import ImageClassifier
 
 
@@ -20,8 +18,6 @@ class FastCNN(ImageClassifier):
     have a quarter of the values to pass. Not so at the end: there, digits have one value per channel left, of which a
     tail of one sample could make no statistic, and over several passes the net learns better without
     (docs/recipes.md).
-
-    Refusal: width is not four whole numbers of at least 1; an image of less than 19 x 19.
     """
 
     def __init__(
@@ -33,11 +29,11 @@ class FastCNN(ImageClassifier):
         width: Sequence[int] = (16, 32, 64, 128),
         **task: Any,
     ) -> None:
-        if len(several(whole(1))("model.width", width)) != 4:
-            raise Refusal(f"model.width={width}: must be four numbers, the channels of each convolution")
+        if not isinstance(width, Sequence) or len(width) != 4 or min(width) < 1:
+            raise ValueError(f"width={width}: must be four whole numbers of at least 1, each convolution's channels")
         side = (image_size - 3) // 2 // 2 // 2  # of what the last convolution sees
         if side < 2:
-            raise Refusal(f"fast_cnn needs images of at least 19 x 19 pixels, these are {image_size} x {image_size}")
+            raise ValueError(f"fast_cnn needs images of at least 19 x 19 pixels, these are {image_size} x {image_size}")
         one, two, three, four = width
         net = nn.Sequential(
             OrderedDict(

@@ -5,23 +5,21 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import fraction
 from project.models.classifier import ImageClassifier
 
 
 class MnistCNN(ImageClassifier):
     """Two 5 x 5 convolutions of 20 channels, max-pool, 50 hidden units.
 
-    dropout is the probability that a hidden unit is dropped in training. Refusal: it is none below 1, or an image is
-    too small to convolve.
+    dropout is the probability that a hidden unit is dropped in training; `task` are the options of ImageClassifier.
     """
 
     def __init__(self, *, channels: int, image_size: int, num_classes: int, dropout: float = 0.0, **task: Any) -> None:
         side = (image_size - 8) // 2  # each convolution takes 4 pixels, the pool halves
         if side < 1:
-            raise Refusal(f"mnist_cnn needs images of at least 10 x 10 pixels, these are {image_size} x {image_size}")
-        fraction("model.dropout", dropout)
+            raise ValueError(f"mnist_cnn needs images of at least 10 x 10 pixels, not {image_size} x {image_size}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
         net = nn.Sequential(
             OrderedDict(
                 conv1=nn.Conv2d(channels, 20, 5),

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import choice, flag
 from project.models.classifier import ImageClassifier
 
+STEMS, NORMS = ("auto", "small", "imagenet"), ("batch", "group")
 SMALL_STEM: dict[str, Any] = {"kernel_size": 3, "padding": 1}
 IMAGENET_STEM: dict[str, Any] = {"kernel_size": 7, "stride": 2, "padding": 3}
 
@@ -20,7 +19,6 @@ class ResNet18(ImageClassifier):
     stem: 'imagenet' (7 x 7, stride 2, max-pool), 'small' (3 x 3, stride 1) or 'auto', small up to 64 pixels.
     norm: 'batch' or 'group', which normalises each sample by itself: no dependence on the number of pieces.
     pretrained: start from torchvision's ImageNet weights; what does not fit (small stem, other classes) starts fresh.
-    Refusal: unknown choices, images too small for BatchNorm, pretrained weights that do not fit or can't be had.
     """
 
     def __init__(
@@ -34,20 +32,23 @@ class ResNet18(ImageClassifier):
         pretrained: bool = False,
         **task: Any,
     ) -> None:
-        choice("auto", "small", "imagenet")("model.stem", stem)
-        choice("batch", "group")("model.norm", norm)
-        flag("model.pretrained", pretrained)
+        if stem not in STEMS:
+            raise ValueError(f"stem={stem}: must be one of {', '.join(STEMS)}")
+        if norm not in NORMS:
+            raise ValueError(f"norm={norm}: must be one of {', '.join(NORMS)}")
+        if not isinstance(pretrained, bool):
+            raise ValueError(f"pretrained={pretrained}: must be true or false")
         small = stem == "small" or (stem == "auto" and image_size <= 64)
         least = 9 if small else 33
         if norm == "batch" and image_size < least:
             # The last feature map is 1 x 1, and there BatchNorm can't train on one sample, as a short tail may have.
-            raise Refusal(
+            raise ValueError(
                 f"resnet18 with norm=batch and the {'small' if small else 'imagenet'} stem needs images of at least "
                 f"{least} x {least} pixels, these are {image_size} x {image_size}: "
                 f"norm=group{'' if small else ' or stem=small'} takes them"
             )
         if pretrained and (channels != 3 or norm != "batch"):
-            raise Refusal(
+            raise ValueError(
                 f"pretrained=true needs channels=3 and norm=batch, as its weights have; these are {channels} and {norm}"
             )
         net = _resnet18(channels, num_classes, small, norm)
@@ -84,6 +85,6 @@ def _load_pretrained(net: nn.Module) -> None:
         found = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
         reason = str(error).partition("\n")[0]
-        raise Refusal(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {path}") from error
+        raise ValueError(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {path}") from error
     own = net.state_dict()
     net.load_state_dict({k: found[k] if k in found and found[k].shape == v.shape else v for k, v in own.items()})

@@ -1,0 +1,139 @@
+"""Makes what a config names by `_target_`, as Hydra does, with a line that says what is wrong where it can't."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import show, unknown
+from lockstep.run.targets import check_target
+
+LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
+OF_HYDRA = {"_target_", "_partial_"}
+
+
+def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
+    """The object that a config names, made from its other keys by `hydra.utils.instantiate`: what they name in turn is
+    made first, and with `_partial_: true` the object is what makes it.
+
+    Args:
+        key: where the config stands, for messages.
+        offers: further arguments, passed on where the target takes one of that name and the config gives none. Numbers
+            are offered to nested targets too, and are what `later:<name>` stands for.
+
+    Raises:
+        Refusal: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
+    """
+    numbers = {name: value for name, value in offers.items() if isinstance(value, int | float)}
+    options = _completed(key, config, numbers)
+    makes = options.pop("_partial_", False)
+    target = locate(f"{key}._target_", options.pop("_target_"))
+    try:
+        made = hydra.utils.instantiate({**options, "_convert_": "all"})
+    except InstantiationException as error:
+        raise Refusal(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
+    takes = parameters(target)
+    make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
+    return make if makes else call(key, make)
+
+
+def call(key: str, make: partial[Any], *args: Any) -> Any:
+    """`make(*args)`, whose ValueErrors and TypeErrors are about what the config says."""
+    name, given = make.func.__name__, make.keywords
+    try:
+        inspect.signature(make.func).bind(*args, **given)
+    except TypeError as error:
+        raise Refusal(f"{key}: {name} has {error}") from None
+    try:
+        return make(*args)
+    except ValueError as error:
+        option = str(error).partition("=")[0]
+        raise Refusal(f"{key}.{error}" if option in given else f"{key}: {error}") from error
+    except TypeError as error:
+        shown = ", ".join(f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | None))
+        raise Refusal(f"{key}: {name}({shown}): {error}") from error
+
+
+def parameters(target: Any) -> set[str]:
+    """Names of the arguments that a class or function takes; a class that passes `**kwargs` on takes its base's too."""
+    return {parameter.name for parameter in _parameters(target) if parameter.kind is not parameter.VAR_KEYWORD}
+
+
+def _parameters(target: Any) -> Iterator[inspect.Parameter]:
+    for owner in inspect.getmro(target) if inspect.isclass(target) else [target]:
+        if inspect.isclass(owner) and "__init__" not in vars(owner):
+            continue
+        found = inspect.signature(vars(owner)["__init__"] if inspect.isclass(owner) else owner).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        yield from (parameter for parameter in found if parameter.kind in named and parameter.name != "self")
+        rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
+        if not inspect.isclass(target):
+            yield from rest
+        if not rest:
+            return
+
+
+def locate(key: str, target: str) -> Any:
+    """The class or function that a dotted path names, imported.
+
+    Raises:
+        Refusal: there is none, or one without a signature.
+    """
+    check_target(key, target)
+    module, _, attribute = target.rpartition(".")
+    try:
+        holder = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            raise Refusal(f"{key}={target}: there is no module {error.name}") from None
+        raise Refusal(f"{key}={target}: {module} imports {error.name}, which is not installed") from None
+    if not hasattr(holder, attribute):
+        raise Refusal(f"{key}={target}: {module} has no {attribute}")
+    found = getattr(holder, attribute)
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError):
+        raise Refusal(f"{key}={target}: can't be called with the keys of a config") from None
+    return found
+
+
+def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+    """A config for Hydra: names checked, what is known later put in, numbers given to nested targets that take them."""
+    target = locate(f"{key}._target_", str(config.get("_target_")))
+    takes = parameters(target)
+    options = {name: _value(f"{key}.{name}", value, numbers) for name, value in config.items()}
+    if "name" not in takes:  # it says which file of the group was chosen
+        options.pop("name", None)
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
+    odd = [name for name in options if name not in takes | OF_HYDRA]
+    if odd and not anything:
+        near = unknown(odd[0], sorted(takes - set(numbers))) if len(odd) == 1 else ""
+        raise Refusal(
+            f"{', '.join(f'{key}.{name}' for name in odd)}: {target.__name__} takes no such option; "
+            f"leave it out ({' '.join(f'~{key}.{name}' for name in odd)}){near and '; ' + near}"
+        )
+    return options
+
+
+def _value(key: str, value: Any, numbers: Mapping[str, float]) -> Any:
+    if isinstance(value, Mapping):
+        if "_target_" not in value:
+            return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
+        made = _completed(key, value, numbers)
+        takes = parameters(locate(f"{key}._target_", str(value["_target_"])))
+        return {name: number for name, number in numbers.items() if name in takes} | made
+    if isinstance(value, list | tuple):
+        return [_value(key, part, numbers) for part in value]
+    if not isinstance(value, str) or not value.startswith(LATER):
+        return value
+    name = value.removeprefix(LATER)
+    if name not in numbers:
+        raise Refusal(f"{key}={value}: {unknown(name, sorted(numbers))}")
+    return numbers[name]

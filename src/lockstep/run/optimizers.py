@@ -1,0 +1,126 @@
+"""The optimizer and the schedule that a config names, as a module gets them: what makes them, `functools.partial`s."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import DataOrder
+from lockstep.callbacks.checkpoint_io import is_plain
+from lockstep.run.config import Config
+from lockstep.run.instantiate import call, instantiate, locate, parameters
+
+BESIDE = ("interval", "frequency", "monitor", "strict")  # Lightning's own keys in a scheduler's file
+# Keys of the front page that do nothing where a module's constructor takes none of these arguments.
+OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
+    "optimizer": ("optimizer",),
+    "scheduler": ("scheduler",),
+}
+
+
+class Factory:
+    """Makes an optimizer, or Lightning's `lr_scheduler` dict where there are keys `beside`, from a config's options.
+
+    Attributes:
+        settings: all options with their values in this run, plain: what a checkpoint records.
+        called: whether the module has made something with it.
+    """
+
+    def __init__(self, key: str, make: partial[Any], beside: Mapping[str, Any] | None = None) -> None:
+        self.key, self.make, self.beside = key, make, beside
+        self.called = False
+        options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
+        self.settings = {"_target_": f"{make.func.__module__}.{make.func.__name__}", **options, **(beside or {})}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        made = call(self.key, partial(self.make, **kwargs), *args)
+        if self.beside is None:
+            return made
+        if isinstance(made, ReduceLROnPlateau) and "monitor" not in self.beside:
+            raise Refusal(f"{self.key}: {type(made).__name__} follows a metric: give +{self.key}.monitor=val/loss, say")
+        return {"scheduler": made, **self.beside}
+
+
+def steps_per_epoch(config: Config, samples: int) -> int:
+    """Optimizer steps of one pass over the training set."""
+    return DataOrder(samples, config.layout, config.seed).steps_per_epoch
+
+
+def total_steps(config: Config, samples: int) -> int:
+    """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
+    if not config.trains:
+        return sys.maxsize
+    steps = config.max_epochs * steps_per_epoch(config, samples)
+    return min(steps, config.max_steps or steps)
+
+
+def optimization(config: Config, samples: int) -> dict[str, Any]:
+    """What a module is offered to train with: `lr`, `optimizer`, `scheduler`, `total_steps`, `steps_per_epoch`.
+    An evaluation has neither optimizer nor scheduler."""
+    numbers: dict[str, Any] = {
+        "lr": config.step_lr,
+        "total_steps": total_steps(config, samples),
+        "steps_per_epoch": steps_per_epoch(config, samples),
+    }
+    if not config.trains:
+        return {**numbers, "optimizer": None, "scheduler": None}
+    optimizer = Factory("optimizer", instantiate("optimizer", {**config.optimizer, "_partial_": True}, **numbers))
+    trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
+    scheduler = None
+    if config.scheduler:
+        options = {name: value for name, value in config.scheduler.items() if name not in BESIDE}
+        beside = {name: config.scheduler[name] for name in BESIDE if name in config.scheduler}
+        scheduler = Factory("scheduler", instantiate("scheduler", {**options, "_partial_": True}, **numbers), beside)
+        call("scheduler", scheduler.make, trial)
+    return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def settings(config: Config, samples: int) -> dict[str, Any]:
+    """What a module's optimizer and schedule follow from, plain: of what it is offered, the part that it takes."""
+    takes = parameters(locate("model._target_", config.model["_target_"])) - {"steps_per_epoch"}
+    offers = {name: offer for name, offer in optimization(config, samples).items() if name in takes}
+    return {name: offer.settings if isinstance(offer, Factory) else offer for name, offer in offers.items()}
+
+
+def refuse_unused(config: Config) -> None:
+    """Refusal: a key was given that the module's constructor has no argument for."""
+    target = config.model["_target_"]
+    takes = parameters(locate("model._target_", target))
+    for key in config.given:
+        group = key.partition(".")[0]
+        if group in OFFERED and takes.isdisjoint(OFFERED[group]):
+            raise Refusal(
+                f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
+                f"its constructor a parameter {OFFERED[group][0]}"
+            )
+
+
+class OptimizerCheck(pl.Callback):
+    """Refuses, before the first step, a module without an optimizer, and keys that its optimizer does not follow."""
+
+    def __init__(self, config: Config) -> None:
+        self.target = config.model["_target_"]
+        self.given = config.given
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not any(optimizer.param_groups for optimizer in trainer.optimizers):
+            raise Refusal(
+                "configure_optimizers returned no optimizer: a step has one; what is not trained is frozen by "
+                "requires_grad_(False)"
+            )
+        ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
+        for key in self.given:
+            if key.partition(".")[0] in ignored:
+                raise Refusal(
+                    f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "
+                    "this would change nothing; leave it out"
+                )
