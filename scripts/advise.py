@@ -1,95 +1,110 @@
-"""Which layout is fastest on this machine for a model, a data set and a batch size, and why:
+"""Which layout is fastest on this machine for a model, a data set and a batch size:
 
     python scripts/advise.py model=resnet18 data=cifar10 batch_size=256
-    python scripts/advise.py model=mnist_cnn batch_size=256 verify=all   # prediction and measurement of every layout
 
-It measures steps that send nothing, with 1, 2, 4, ... workers busy at once (they share caches and memory), in a few
-sizes of a piece, and the all-reduce of tensors of several sizes. A layout's step is then predicted as its computation
-plus, under ddp, a ring all-reduce: latency + 2 (N - 1) / N x bytes / bandwidth (Patarasuk and Yuan, Bandwidth optimal
-all-reduce algorithms, 2009). Sending is taken to overlap with nothing. The best are run, and the best
-on one device, which tells how far the prediction is off. Takes the config of train.py; writes advise.json.
+Says what this machine is, and what is wrong with it; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
+and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
+`strategy.shares` that keep them all busy. Takes the config of train.py; writes advise.json.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+import logging
+import math
+import shutil
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from advice.answer import conclusion, table
-from advice.measurement import compute, run
-from advice.prediction import Machine, predict
+import clock
+import machine
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agent import launch
+from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.loading import open_data
+from lockstep.loading import Splits, open_data
 from lockstep.run import cli
-from lockstep.run.checks import real, whole
-from lockstep.run.config import check
+from lockstep.run.checks import real
+from lockstep.run.config import Config, check
 from lockstep.run.summary import versions, write_summary
+from lockstep.run.training import train
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
+WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: left out; counted
+ROUNDS = 2  # in turns, since the machine may slow down and recover
+UNEVEN = 1.15  # times as fast as the slowest device, from which on shares are named
+
+
+@dataclass
+class Choice:
+    """A layout, and what was measured of it."""
+
+    strategy: str
+    devices: int
+    accumulate_grad_batches: int
+    piece: int  # samples
+    seconds: float | None = None  # of an optimizer step
+    peak_gib: float | None = None  # of the largest process
+    failed: str | None = None
+
+    def __str__(self) -> str:
+        name = "auto" if self.devices == 1 else self.strategy
+        return f"strategy={name} devices={self.devices} accumulate_grad_batches={self.accumulate_grad_batches}"
+
+    def changes(self) -> dict[str, Any]:
+        """To a config, which choose this layout."""
+        layout = {"devices": self.devices, "accumulate_grad_batches": self.accumulate_grad_batches, "pieces": None}
+        return layout | {"strategy": {"name": "auto" if self.devices == 1 else self.strategy}}
 
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
-    """Measures, predicts, verifies, and answers."""
+    """Measures, and answers."""
     started = time.perf_counter()
-    most = None if (verify := raw.pop("verify")) == "all" else whole(1)("verify", verify)
     seconds = real(above=0)("seconds", raw.pop("seconds"))
     assert seconds is not None
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal("advise measures one machine, without torchrun")
-    raw |= {"accumulate_grad_batches": None, "pieces": None, "devices": 1, "strategy": {"name": "auto"}}
-    config = check(raw)
-    if (load := os.getloadavg()[0]) > cores() / 4:
-        print(f"other programs are busy here (load {load:.1f} on {cores()} cores): expect errors", file=sys.stderr)
-    splits = open_data(config.data, config.data_dir, config.seed)
-    machine = Machine({}, {}, {}, 0)
-    offered = offers(raw["batch_size"], config.layout.accelerator)
-    for devices in sorted({devices for devices, _ in offered}):
-        turns = [accumulate for n, accumulate in offered if n == devices]
-        if devices == 1:  # dp's pieces are computed one after the other, on a CPU
-            turns.append(max(n * accumulate for n, accumulate in offered))
-        asked = check({**raw, **layout("auto", devices, turns[0])})
-        print(f"measuring {devices} at once ...", file=sys.stderr)
-        times, peaks, sends, size = launch(
-            compute, asked, splits, folder, sorted({turns[0], turns[-1]}), seconds, layout=asked.layout
-        )
-        machine.compute[devices], machine.all_reduce[devices], machine.gradients = times, sends, size
-        machine.peak |= peaks
-    choices = sorted(predict(raw["batch_size"], offered, config, machine), key=lambda choice: choice.predicted)
-    if not choices:
-        raise Refusal(f"batch_size={raw['batch_size']}: no layout of this machine holds it")
-    wanted = choices[:most]
-    if not any(choice.devices == 1 for choice in wanted):  # what the answer compares with is measured too
-        wanted += [choice for choice in choices if choice.devices == 1][:1]
-    for choice in wanted:
-        print(f"running {choice} ...", file=sys.stderr)
-        asked = check({**raw, **layout(choice.strategy, choice.devices, choice.accumulate_grad_batches)})
-        choice.measured = launch(run, asked, splits, folder, seconds, layout=asked.layout)
+    print("\n".join([*machine.facts(), *(f"wrong: {problem}" for problem in machine.problems())]), flush=True)
+    config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
+    splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
+    choices = offers(config)
+    one = Measurement(raw, splits, folder, WARMUP + LEAST).of(choices[0])
+    steps = WARMUP + max(LEAST, min(MOST, int(seconds / ROUNDS / one["seconds"])))
+    measured = Measurement(raw, splits, folder, steps)
+    for choice in choices * ROUNDS:
+        if choice.failed:
+            continue
+        print(f"measuring {choice} ...", file=sys.stderr)
+        try:
+            found = measured.of(choice)
+            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
+        except (Refusal, WorkerFailed) as error:
+            choice.failed = str(error)
+    choices.sort(key=lambda choice: choice.seconds or math.inf)
+    speeds = measured.speeds([choice for choice in choices if choice.seconds])
+    answer = conclusion(choices, config, speeds)
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    console.print(table(choices, config))
-    answer = conclusion(choices, machine, config)
+    console.print(table(choices))
     print(answer)
     report = {
         "answer": answer,
-        "choices": [asdict(choice) | {"predicted": choice.predicted, "error": choice.error} for choice in choices],
-        "compute": machine.compute,
-        "peak_mib": machine.peak,
-        "all_reduce": machine.all_reduce,
-        "ring": {n: machine.ring(n) for n in machine.all_reduce if n > 1},
-        "gradient_bytes": machine.gradients,
+        "machine": machine.facts(),
+        "problems": machine.problems(),
+        "choices": [asdict(choice) for choice in choices],
+        "speeds": speeds,
+        "steps": steps,
         "seconds": time.perf_counter() - started,
         "config": raw,
         "versions": versions(),
@@ -97,17 +112,99 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     write_summary(folder / "advise.json", report)
 
 
-def layout(strategy: str, devices: int, accumulate: int) -> dict[str, Any]:
-    """The keys of a config that choose a layout."""
-    name = "auto" if devices == 1 else "ddp" if strategy == "auto" else strategy
-    return {"strategy": {"name": name}, "devices": devices, "accumulate_grad_batches": accumulate}
-
-
-def offers(batch_size: int, accelerator: str) -> list[tuple[int, int]]:
-    """`(devices, turns of each)` whose pieces are equal: 1, 2, 4, ... devices and all of them."""
-    most = cores() if accelerator == "cpu" else gpu_count()
+def offers(config: Config) -> list[Choice]:
+    """What is measured: 1, 2, 4, ... devices and all of them, in equal pieces; one device first."""
+    batch = config.layout.batch_size
+    most = cores() if config.layout.accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
-    return [(n, a) for n, a in itertools.product(counts, ACCUMULATE) if batch_size % (n * a) == 0]
+    found = []
+    for devices, pieces in itertools.product(counts, ACCUMULATE):
+        if batch % (devices * pieces) == 0:
+            # dp can't be compiled
+            names = ("single",) if devices == 1 else ("ddp",) if config.compile else ("ddp", "dp")
+            found += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
+    return found
+
+
+@dataclass
+class Measurement:
+    """Runs of `steps` optimizer steps, whose folders go with them."""
+
+    raw: dict[str, Any]
+    splits: Splits
+    folder: Path
+    steps: int
+
+    def of(self, choice: Choice, pieces: bool = False) -> dict[str, Any]:
+        """`seconds` of a step, the lower quartile, since what else runs on the machine only adds; `peak_gib`; `pieces`,
+        the median seconds of one on each rank, where they are asked for."""
+        run: dict[str, Any] = {
+            "max_steps": self.steps,
+            "max_epochs": self.steps,
+            "val_every": None,
+            "logger": {},
+        }
+        run["callbacks"] = {"clock": {"_target_": "clock.Clock", "pieces": pieces}}
+        config = check({**self.raw, **run, **choice.changes()})
+        folder = self.folder / "run"
+        folder.mkdir()
+        try:
+            launch(_work, config, self.splits, folder, layout=config.layout)
+            ranks = clock.read(folder)
+        finally:
+            shutil.rmtree(folder)
+        return {
+            "seconds": quantiles(ranks[0]["steps"][WARMUP - 1 :], n=4)[0],
+            "peak_gib": max(rank["peak_gib"] for rank in ranks),
+            "pieces": [median(rank["pieces"]) for rank in ranks] if pieces else None,
+        }
+
+    def speeds(self, choices: list[Choice]) -> list[float]:
+        """Of all devices at once, in pieces, against the slowest's; none where there is one device."""
+        several = [choice for choice in choices if choice.strategy == "ddp" and choice.accumulate_grad_batches > 1]
+        if not several:
+            return []
+        found = self.of(max(several, key=lambda choice: choice.devices), pieces=True)["pieces"]
+        return [max(found) / seconds for seconds in found]
+
+
+def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    logging.disable(logging.WARNING)  # the table says it all
+    return train(config, splits, folder)
+
+
+def table(choices: list[Choice]) -> Table:
+    """The layouts, the fastest first."""
+    names = ("layout", "devices", "pieces of each", "samples of a piece", "ms a step", "GiB of a process", "")
+    shown = Table(*names, box=box.SIMPLE_HEAD)
+    for choice in choices:
+        sizes = map(str, (choice.devices, choice.accumulate_grad_batches, choice.piece))
+        measured = [] if choice.seconds is None else [f"{1000 * choice.seconds:.1f}", f"{choice.peak_gib:.2f}"]
+        shown.add_row(choice.strategy, *sizes, *(measured or ("", "")), choice.failed or "")
+    return shown
+
+
+def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> str:
+    """Which layout, how much it gains, and the shares of devices that differ.
+
+    Raises:
+        Refusal: no layout could be run.
+    """
+    best = choices[0]
+    if best.seconds is None:
+        raise Refusal(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
+    said = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
+    alone = [choice.seconds for choice in choices if choice.devices == 1 and choice.seconds]
+    if best.devices > 1 and alone:
+        gain = min(alone) / best.seconds
+        said.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
+    if speeds and max(speeds) > UNEVEN:
+        shares = ",".join(f"{speed:.2g}" for speed in speeds)
+        said.append(
+            f"The {len(speeds)} devices differ in speed: strategy.shares=[{shares}] with pieces={8 * len(speeds)} or "
+            "so keeps them all busy."
+        )
+    return " ".join(said)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Strikes a run again and again, resumes it as a user would, and compares its end with that of the undisturbed run:
 
     python scripts/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
-    python scripts/chaos.py --faults 300 --fork --exact model.dropout=0.5
+    python scripts/chaos.py --faults 300 --exact model.dropout=0.5
 
 Workers, their parent or all of them are killed, asked to end, or stopped for a while; the disk is full from one moment
 on; the newest checkpoint is damaged where it lies. What strikes, whom and when follows from --seed (the moment by the
@@ -31,7 +31,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from campaigns.faults import FAULTS, schedule
-from campaigns.lives import preload
 from campaigns.runs import LINE, Campaign
 
 JOB = [
@@ -61,11 +60,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=len(FAULTS), help="in all, over the layouts")
-    parser.add_argument(
-        "--layouts", default=",".join(LAYOUTS), help="with --exact: these are left out, they change at random"
-    )
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="--exact changes them at random instead")
     parser.add_argument("--exact", action="store_true", help="another layout in each life, exact=true")
-    parser.add_argument("--fork", action="store_true", help="lives are forks of this process: about 5 s less for each")
     parser.add_argument("--control", action="store_true", help="go on with another seed: must not be survived")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     options = parser.parse_args()
@@ -78,27 +74,15 @@ def main() -> int:
     scratch.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # a cache of torch's, that it keeps
-    if options.fork:
-        preload()
-    given = {
-        override.split("=")[0]: override for override in [*JOB, *(EXACT if options.exact else ()), *options.overrides]
-    }
-    layouts = (
-        {"exact": EXACT_LAYOUTS} if options.exact else {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
-    )
+    asked = [*JOB, *(EXACT if options.exact else ()), *options.overrides]
+    job = [*{override.partition("=")[0]: override for override in asked}.values()]  # the last of a key counts
+    layouts = {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
+    if options.exact:
+        layouts = {"exact": EXACT_LAYOUTS}
     rng = random.Random(options.seed)
     faults = schedule(options.faults, rng)
     campaigns = [
-        Campaign(
-            name,
-            [*given.values()],
-            choice,
-            faults[number :: len(layouts)],
-            work / name,
-            rng,
-            options.fork,
-            options.control,
-        )
+        Campaign(name, job, choice, faults[number :: len(layouts)], work / name, rng, options.control)
         for number, (name, choice) in enumerate(layouts.items())
     ]
     print(LINE.format("layout", "fault", "whom", "after", "exit", "what followed"))

@@ -23,7 +23,6 @@ from comparison.table import Comparison
 from rich.console import Console
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.sweeps.plotting import find_pyplot
 
 
 def main() -> int:
@@ -44,29 +43,23 @@ def main() -> int:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     folder = given.to or Path(os.path.commonpath([run.absolute() for run in given.runs])) / "compare"
+    from comparison.charts import draw  # matplotlib takes a second
+
     console.print(found.table())
     for line in found.remarks():
         console.print(line, markup=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        plots = _plots(found, folder)
+        plots = draw(found.groups, folder)
         found.write(folder, plots)
     except OSError as error:
         print(f"error: {error.filename or folder}: {error.strerror}", file=sys.stderr)
         return 2
     written = ", ".join(["compare.md", "compare.csv", "compare.json", *plots])
+    if not plots:
+        print("no plots: they need matplotlib, and runs that were completed", file=sys.stderr)
     console.print(f"{os.path.relpath(folder)}: {written}", markup=False, soft_wrap=True)
     return 0
-
-
-def _plots(found: Comparison, folder: Path) -> list[str]:
-    """File names of the plots drawn; none without matplotlib."""
-    if find_pyplot() is None:
-        print("no plots: they need matplotlib", file=sys.stderr)
-        return []
-    from comparison.charts import draw
-
-    return draw(found.groups, folder)
 
 
 if __name__ == "__main__":

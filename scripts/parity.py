@@ -1,6 +1,7 @@
 """Proof that layouts agree, on your own model, data and machine:
 
     python scripts/parity.py model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
+    python scripts/parity.py differences=true data=mnist model.dropout=0.25
 
 Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
 and with exact=true. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls,
@@ -12,22 +13,28 @@ step so far, where that is more) is the tolerance, step by step: small nets forg
 tiny pieces) blow it up to the size of the weights within ten steps, where a comparison of final weights would see no
 mistake any more.
 
-Writes parity.json and parity.png into its run folder. Exit codes: 0 all as promised, 1 not, 2 bad input.
+`differences=true` measures instead what legitimately differs (another number of pieces, precision, threads), and that
+the switch which removes it does.
+
+Writes parity.json and parity.png into its run folder, or differences.json and differences.md. Exit codes: 0 all as
+promised, 1 not, 2 bad input.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rich.console import Console
-from trials.distance import roundoff
-from trials.faults import YARDSTICKS
-from trials.trial import Outcome, Trial, counted, prepare, run, shorten
+from torch.utils.data import Subset
+from trials import differences
+from trials.record import YARDSTICKS, roundoff
+from trials.trial import Outcome, Trial, counted, run, shorten
 from trials.verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
 
 from lockstep.arithmetic.layout import Layout, Refusal, split
@@ -36,7 +43,7 @@ from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.loading import Splits, open_data
 from lockstep.run import cli
-from lockstep.run.checks import Whole, checker, whole
+from lockstep.run.checks import flag, whole
 from lockstep.run.config import Config, check
 from lockstep.run.summary import versions, write_summary
 
@@ -59,23 +66,43 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         Different: something is not as promised.
     """
     steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
-    tail = checker(Whole | None)("tail", raw.pop("tail"))
+    tail = raw.pop("tail")
+    tail = None if tail is None else whole(1)("tail", tail)
+    differing = flag("differences", raw.pop("differences"))
     config = check(raw)
     if config.layout.num_nodes > 1 or external_workers():
         raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
     if config.layout.pieces < 2:
         raise Refusal("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
     splits = open_data(config.data, config.data_dir, config.seed)
-    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail, test_samples)
-    rows, tolerance, text = compare(config, prepare(raw, steps), splits, folder)
+    if splits.test is not None:
+        splits = replace(splits, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
+    report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
+    if differing:
+        rows, text = differences.measure(config, raw, steps, splits, folder / "trials")
+        print(text)
+        (folder / "differences.md").write_text(text + "\n")
+        write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": rows})
+        return
+    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
+    judge_layouts(config, raw, steps, splits, folder, report)
 
+
+def judge_layouts(
+    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path, report: dict[str, Any]
+) -> None:
+    """Every layout against one device, and the controls.
+
+    Raises:
+        Different: a layout differs, or a control was not seen.
+    """
+    rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
     console = Console()
     if not console.is_terminal:
         console.width = 170  # a pipe has no width of its own
     console.print(table(rows))
     console.print(text, highlight=False)
-    report = {"config": raw, "steps": steps, "rows": [row.plain() for row in rows], "versions": versions()}
-    write_summary(folder / "parity.json", report)
+    write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
     plotted = plot(rows, tolerance, folder / "parity.png")
     console.print(f"{folder}: parity.json{', parity.png' * plotted}", highlight=False, soft_wrap=True)
     blind = [row.layout for row in rows if row.kind == "control" and not row.passed]
@@ -86,18 +113,20 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         raise Different(f"{len(failed)} of {len(rows) - len(CONTROLS)} trials differ: {', '.join(failed)}")
 
 
-def compare(config: Config, raw: dict[str, Any], splits: Splits, folder: Path) -> tuple[list[Row], Distances, str]:
+def compare(
+    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
+) -> tuple[list[Row], Distances, str]:
     """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
     rows: list[Row] = []
     first: dict[bool, Outcome] = {}  # one device: without and with exact
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
-    for number, (kind, trial) in enumerate(counted(trials(config), "trial")):
+    for number, (kind, trial) in enumerate(counted(trials(config, raw), "trial")):
         names = trial.name, ""
         try:
             layout = check({**raw, **trial.changes}).layout
             names = trial.name or title(layout), each(layout)
-            found = run(trial, raw, splits, folder / "trials" / f"{number:02d}")
+            found = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (Refusal, WorkerFailed) as error:
             if tolerance is None:
                 raise
@@ -105,9 +134,9 @@ def compare(config: Config, raw: dict[str, Any], splits: Splits, folder: Path) -
             passed = isinstance(error, Refusal) if kind == "exact" else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        reference = first.get(found.config.layout.exact, first.get(False, found))
+        reference = first.get(layout.exact, first.get(False, found))
         rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(found.config.layout.exact, found)
+        first.setdefault(layout.exact, found)
         if kind == "yardstick":
             yardsticks.append(distances(found, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
@@ -118,46 +147,45 @@ def compare(config: Config, raw: dict[str, Any], splits: Splits, folder: Path) -
 # --- what is run ------------------------------------------------------------------------------------------------------
 
 
-def trials(config: Config) -> list[tuple[str, Trial]]:
+def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     """Kind and trial, in the order of the table: the reference first, then the yardstick."""
     default, exact = {"exact": False}, {"exact": True}
-    everywhere = list(layouts(config))
+    everywhere = list(layouts(config, raw))
     one, others = everywhere[0] | default, everywhere[1:]
     found = [("default", Trial("", one))]
     found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
     found += [("default", Trial("", layout | default)) for layout in others]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
     found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
-    wrong = asked(config) | default
+    wrong = asked(config, raw) | default
     for name, fault in CONTROLS.items():
         found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
     return found
 
 
-def layouts(config: Config) -> Iterator[dict[str, Any]]:
+def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Changes to the config for every layout of its pieces that this machine can run; one device first."""
-    pieces = config.layout.pieces
+    pieces, devices = config.layout.pieces, config.layout.devices
     most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
     full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
     uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
-    asked_for = config.layout.devices
-    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (config.record["strategy"], asked_for)]
+    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (raw["strategy"], devices)]
     for name in ("ddp",) if config.compile else ("ddp", "dp"):  # which can't go with it
-        candidates += [({"name": name}, n) for n in sorted({2, uneven, asked_for, full}) if 1 < n <= most]
+        candidates += [({"name": name}, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
             candidates.append(({"name": name, "shares": [3, 1]}, 2))
     seen = set()
-    for strategy, devices in candidates:
-        changes = asked(config) | {"strategy": strategy, "devices": devices}
-        layout = check({**config.record, **changes}).layout
+    for strategy, number in candidates:
+        changes = asked(config, raw) | {"strategy": strategy, "devices": number}
+        layout = check({**raw, **changes}).layout
         if (key := (title(layout), each(layout))) not in seen:
             seen.add(key)
             yield changes
 
 
-def asked(config: Config) -> dict[str, Any]:
+def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     """The layout asked for, as changes to a config."""
-    layout = {"strategy": config.record["strategy"], "devices": config.layout.devices}
+    layout = {"strategy": raw["strategy"], "devices": config.layout.devices}
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
 
 

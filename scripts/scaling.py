@@ -16,14 +16,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import torch
-import torch.distributed as dist
+import clock
+from plotting import GREY, find_pyplot, style
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.meter import peak_gib
 from lockstep.launch.environment import external_workers
 from lockstep.loading import Splits, open_data
 from lockstep.run import cli
@@ -32,7 +31,6 @@ from lockstep.run.config import Config, check
 from lockstep.run.summary import versions, write_summary
 from lockstep.run.supervisor import run_in_workers
 from lockstep.run.training import train
-from lockstep.sweeps.plotting import GREY, find_pyplot, style
 
 
 @dataclass(frozen=True)
@@ -62,30 +60,17 @@ def scaling(raw: dict[str, Any], folder: Path) -> None:
     real(above=0)("lr", raw["lr"])
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal(f"over={show(over)}: numbers of devices of one machine, without torchrun")
-    plan = [
-        (mode, name, n, config_of(raw, mode, name, n, over[0])) for mode in modes for name in strategies for n in over
-    ]
-    config = plan[0][3]
-    splits = open_data(config.data, config.data_dir, config.seed)
+    plan = [(mode, name, n) for mode in modes for name in strategies for n in over]
+    configs = [config_of(raw, *point, over[0]) for point in plan]
+    splits = open_data(configs[0].data, configs[0].data_dir, configs[0].seed)
     points: list[Point] = []
     base: dict[tuple[str, str], float] = {}
-    for number, (mode, name, n, config) in enumerate(plan):
+    for number, ((mode, name, n), config) in enumerate(zip(plan, configs, strict=True)):
         best = max((measure(config, splits, folder / "runs" / f"{number}.{k}") for k in range(repeats)), key=speed)
-        first = base.setdefault((mode, name), speed(best))
-        points.append(
-            Point(
-                mode,
-                name,
-                n,
-                config.layout.batch_size,
-                config.lr,
-                len(splits.train) / speed(best),
-                speed(best),
-                speed(best) / first * over[0] / n,
-                best["metrics"].get("test/acc", float("nan")),
-                best["peak_gib"],
-            )
-        )
+        efficiency = speed(best) / base.setdefault((mode, name), speed(best)) * over[0] / n
+        accuracy, epoch = best["metrics"].get("test/acc", float("nan")), len(splits.train) / speed(best)
+        step = config.layout.batch_size, config.lr
+        points.append(Point(mode, name, n, *step, epoch, speed(best), efficiency, accuracy, best["peak_gib"]))
     console = Console()
     if not console.is_terminal:
         console.width = 120
@@ -103,6 +88,7 @@ def config_of(raw: dict[str, Any], mode: str, strategy: str, devices: int, first
         "devices": devices,
         "batch_size": round(raw["batch_size"] * grown),
         "lr": raw["lr"] * grown,
+        "callbacks": {**raw["callbacks"], "clock": {"_target_": "clock.Clock"}},
     }
     return check({**raw, **changes})
 
@@ -110,24 +96,15 @@ def config_of(raw: dict[str, Any], mode: str, strategy: str, devices: int, first
 def measure(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """One run's summary, and the peak memory of its largest process."""
     folder.mkdir(parents=True)
-    found: dict[str, Any] = run_in_workers(_work, config, splits, folder)
-    return found
-
-
-def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    summary = train(config, splits, folder)
-    peak = torch.tensor(peak_gib(torch.device("cuda" if config.layout.accelerator == "gpu" else "cpu")))
-    if dist.is_initialized():
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return summary | {"peak_gib": float(peak)}
+    summary: dict[str, Any] = run_in_workers(train, config, splits, folder)
+    if summary["throughput"]["samples_per_second"] is None:
+        raise Refusal("scaling needs runs of some steps, and callbacks=default, which measure them")
+    return summary | {"peak_gib": max(rank["peak_gib"] for rank in clock.read(folder))}
 
 
 def speed(summary: dict[str, Any]) -> float:
     """Samples per second in training, all devices together, without warm-up and validation."""
-    found = summary["throughput"]["samples_per_second"]
-    if found is None:
-        raise Refusal("scaling needs runs of some steps, and callbacks=default, which measure them")
-    return float(found)
+    return float(summary["throughput"]["samples_per_second"])
 
 
 def table(points: list[Point]) -> Table:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import limit, picture, steps
-from benchmarks.players import OPPONENTS, Row, faster, play, row
 from conftest import ROOT
 from matplotlib.text import Text
+from parts import picture, steps, traces
+from parts.players import OPPONENTS, Row, faster, play, row
 
 PLAYER = """
 import sys, time
@@ -94,11 +94,22 @@ def test_both_sides_make_the_same_steps_and_another_order_is_found(tmp_path: Pat
     assert apart["wrong"] > 100 * case.apart[0]
 
 
-def test_operations_belong_to_parts() -> None:
-    names = ["aten::mkldnn_convolution", "aten::addmm", "aten::native_batch_norm", "aten::copy_", "aten::add_"]
-    parts = [limit.part_of(name) for name in names]
-    assert parts[0] == parts[1] == "convolutions and matrix products"
-    assert parts[2:] == ["normalisation", "copies and conversions", "other arithmetic"]
+def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
+    def event(name: str, start: float, cat: str = "cpu_op") -> dict[str, Any]:
+        return {"name": name, "ts": start, "dur": 10.0, "cat": cat}
+
+    steps = [event(f"ProfilerStep#{number}", 10.0 * number) for number in (1, 2, 3)]
+    others = [event("ProfilerStep#1", 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
+    reduced = [event("gloo:all_reduce", at) for at in (5, 15, 16, 25, 26, 31, 32, 33, 45)]
+    found = traces.per_step([*steps, *others, *reduced, event("once", 15)])
+    assert (found["gloo:all_reduce"], found["once"]) == (2, 0)
+
+
+@pytest.mark.slow
+def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
+    asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
+    found = [traces.traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
+    assert found[0] == found[1] >= 1
 
 
 @pytest.mark.parametrize("more", [0, 9])
@@ -120,7 +131,7 @@ def test_nothing_in_the_picture_lies_over_anything(more: int, tmp_path: Path, mo
     boxes = [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
     monkeypatch.undo()
     pyplot.close(figure)
-    assert len(boxes) > 80
+    assert len(boxes) > 60
     assert all(page.contains(*corner) for box in boxes for corner in box.corners())
     assert not [pair for pair in combinations(boxes, 2) if pair[0].padded(-1).overlaps(pair[1].padded(-1))]
 
@@ -130,7 +141,11 @@ def test_nothing_in_the_picture_lies_over_anything(more: int, tmp_path: Path, mo
 )
 def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/benchmark.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/bench/benchmark.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert said in done.stderr

@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 def chaos(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--fork", *options]
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "--fork", "max_epochs=100000"]
+    command = [sys.executable, str(ROOT / "scripts" / "chaos.py"), "max_epochs=100000"]
     process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: [*tmp_path.rglob("last.ckpt")], process)
     process.send_signal(signal.SIGINT)

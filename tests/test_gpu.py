@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu
 from conftest import Program, Run
+from parts import gpu
 
 from lockstep.launch.machine import gpu_count
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from conftest import Program, Run
 from parity import layouts, trials
-from trials.trial import Trial, prepare, run
-from trials.verdicts import MARGIN, Distances, allowed, apart
+from trials.trial import Trial, run
+from trials.verdicts import MARGIN, Distances, allowed
 
 from lockstep.launch.agent import has_computed
 from lockstep.loading import open_data
@@ -63,11 +63,14 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 def test_compiled_networks_are_compared_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
-    plain, config = (check(dict(compose(*TINY[:-2], *more))) for more in ((), ("compile=true",)))
-    every, ours = ({trial.changes["strategy"]["name"] for _, trial in trials(each)} for each in (plain, config))
+    plain, compiled = (dict(compose(*TINY[:-2], *more)) for more in ((), ("compile=true",)))
+    every, ours = (
+        {trial.changes["strategy"]["name"] for _, trial in trials(check(raw), raw)} for raw in (plain, compiled)
+    )
     assert every - ours == {"dp"}  # which can't be
+    config = check(compiled)
     with has_computed():  # this process may have
-        run(Trial("compiled"), prepare(config.record, 1), open_data(config.data, config.data_dir), tmp_path / "trial")
+        run(Trial("compiled"), compiled, 1, open_data(config.data, config.data_dir), tmp_path / "trial")
     assert list(tmp_path.glob("kernels/**/*.so"))
 
 
@@ -80,10 +83,26 @@ def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
 
 def test_the_layout_asked_for_is_compared_and_not_a_plain_one_in_its_place() -> None:
     overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
-    found = list(layouts(check(dict(compose("accelerator=cpu", *overrides)))))
+    raw = dict(compose("accelerator=cpu", *overrides))
+    found = list(layouts(check(raw), raw))
     twos = [one["strategy"] for one in found if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
     assert [strategy.get("compression") for strategy in twos] == ["bf16", None]  # the other one has uneven shares
     assert found[1]["strategy"] == twos[0]
+
+
+def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
+    run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
+    found = run.folder / "differences.json"
+    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(found.read_text())["rows"]}
+    order, cut, seed = rows["order of summation"], rows["another number of pieces"], rows["for scale: another seed"]
+    assert not order["effect"]["same_bits"]
+    assert order["effect"]["weights"] < 1e-5
+    assert order["left"]["same_bits"]
+    assert not cut["effect"]["same_bits"], "each piece drops other units"
+    assert cut["effect"]["weights"] > 100 * order["effect"]["weights"]
+    assert cut["left"]["weights"] < 1e-5
+    assert seed["effect"]["weights"] > 0.1
+    assert found.with_suffix(".md").read_text() in run.stdout
 
 
 def test_one_piece_is_refused(run_parity: Program) -> None:
@@ -105,9 +124,3 @@ def test_the_tolerance_holds_at_every_step() -> None:
     assert away(1e-3, 0, 2e-4, 0).leaves(tolerance) == 2
     assert away(2e-2, 0, 0, 0).leaves(tolerance) == 3
     assert away(0, 0, float("nan"), 0).leaves(tolerance) == 2
-
-
-def test_names_beside_the_plot_keep_their_order_and_distance() -> None:
-    np.testing.assert_allclose(apart([0.9, 0.1, 0.5], 0.05), [0.9, 0.1, 0.5])
-    np.testing.assert_allclose(apart([0.50, 0.52, 0.1], 0.06), [0.48, 0.54, 0.1])
-    np.testing.assert_allclose(apart([0.5, 0.5, 0.5], 0.1), [0.4, 0.5, 0.6])

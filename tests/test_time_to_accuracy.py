@@ -1,4 +1,4 @@
-"""scripts/time_to_accuracy.py on a data set that a program can learn in seconds."""
+"""scripts/bench/time_to_accuracy.py on a data set that a program can learn in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.arithmetic.layout import Refusal
 
 
 def race(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/time_to_accuracy.py", *arguments]
+    command = [sys.executable, "scripts/bench/time_to_accuracy.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -42,7 +42,7 @@ def test_missing_data_is_refused_in_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "no train-images-idx3-ubyte in" in done.stderr
     with pytest.raises(Refusal, match="no train-images"):
-        measure(tmp_path)
+        measure(str(tmp_path))
 
 
 @pytest.mark.slow
@@ -50,18 +50,18 @@ def test_recipes_and_opponent_race(bars: Path, tmp_path: Path) -> None:
     found = tmp_path / "times.json"
     done = race("--data-dir", str(bars), "--seeds", "2", "--json", str(found), "threads=1", "max_steps=2")
     assert done.returncode == 0, done.stderr
-    racers = {racer.pop("recipe"): racer for racer in json.loads(found.read_text())["racers"]}
+    racers = json.loads(found.read_text())["racers"]
     assert list(racers) == ["mnist_fast", "mnist_best", "pytorch/examples"]
     opponent = racers["pytorch/examples"]
-    assert opponent["ratio"] == 1
     assert opponent["accuracy"][0] >= opponent["target"]
     for name in ("mnist_fast", "mnist_best"):
         racer = racers[name]
         assert len(racer["accuracy"]) == 2
         for to_result, to_end in zip(racer["to_result"], racer["to_end"], strict=True):
             assert 0 < to_result <= to_end
-        assert racer["ratio"] == pytest.approx(2 * opponent["to_result"][0] / sum(racer["to_result"]))
-        assert name in done.stdout
+        times_as_fast = 2 * opponent["to_result"][0] / sum(racer["to_result"])
+        (row,) = (line.split() for line in done.stdout.splitlines() if name in line)
+        assert float(row[-1]) == pytest.approx(times_as_fast, abs=0.06)
 
 
 def test_a_command_that_fails_is_named(bars: Path) -> None:

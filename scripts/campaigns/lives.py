@@ -1,7 +1,7 @@
 """A life of a run: one start of src/train.py, in a session of its own, to be watched, struck and waited for.
 
-A life begins as a user's would, `python src/train.py ...`, or as a fork of this process, which has imported everything:
-then it takes a second instead of six, and hundreds of them are affordable. Linux only: processes are found in /proc.
+A life is a fork of this process, which has imported everything: it takes a second instead of six, and hundreds of them
+are affordable. Linux only: processes are found in /proc.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from lockstep.run.checks import ROOT
 
 PIPE_BYTES = 1 << 20  # what a life may say; it is read when the life is over
+NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
 class Life:
@@ -29,22 +29,16 @@ class Life:
     Its output goes to a pipe, not to a file: a limit on the size of files must not silence it.
     """
 
-    def __init__(self, arguments: Sequence[str], fork: bool = False) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
+        for name in NEEDED:
+            importlib.import_module(name)
         self.arguments = list(arguments)
         self._text = b""
         self._end, theirs = os.pipe()
         fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         os.set_blocking(self._end, False)
-        self.process: multiprocessing.process.BaseProcess | subprocess.Popen[bytes]
-        if fork:
-            self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.arguments, theirs))
-            self.process.start()
-        else:
-            command = [sys.executable, str(ROOT / "src" / "train.py"), *self.arguments]
-            null = subprocess.DEVNULL
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=null, stdout=theirs, stderr=theirs, start_new_session=True
-            )
+        self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.arguments, theirs))
+        self.process.start()
         os.close(theirs)
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -58,7 +52,7 @@ class Life:
     @property
     def code(self) -> int | None:
         """Its exit code as a shell tells it (128 + n after signal n); None while it lives."""
-        found = self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
+        found = self.process.exitcode
         return found if found is None or found >= 0 else 128 - found
 
     @property
@@ -113,17 +107,6 @@ class Life:
         self.left(0)
         self.wait(5)
         os.close(self._end)
-
-
-def preload() -> None:
-    """Imports what a run needs, before lives are forked."""
-    for name in (
-        "torch.distributed.launcher.api",
-        "torch.utils.tensorboard",
-        "lockstep.run.training",
-        "project.models",
-    ):
-        importlib.import_module(name)
 
 
 def _command(pid: int) -> str:

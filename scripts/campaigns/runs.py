@@ -50,7 +50,6 @@ class Campaign:
     faults: list[Fault]
     outputs: Path
     rng: random.Random
-    fork: bool = False
     control: bool = False
     blows: list[Blow] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -58,7 +57,7 @@ class Campaign:
 
     def go(self) -> None:
         home = self.outputs / "undisturbed"
-        with closing(Life([*self.job, f"outputs={home}", *self.layouts[0]], self.fork)) as life:
+        with closing(Life([*self.job, f"outputs={home}", *self.layouts[0]])) as life:
             while life.code is None and not life.ranks():
                 time.sleep(0.01)
             self.starting = life.age
@@ -82,17 +81,13 @@ class Run:
         self.blow: Blow | None = None  # the last one
 
     def go(self) -> None:
-        while not self._live():
-            pass
+        last = False
+        while not last:
+            target = self.targets[0] if self.targets else None
+            refusal = target is not None and identity(newest(target)) in self.damaged
+            with closing(Life(self._arguments(target))) as life:
+                last = self._followed(life, target, refusal)
         self._tell()
-
-    def _live(self) -> bool:
-        """One life. Returns whether it was the last."""
-        campaign = self.campaign
-        target = self.targets[0] if self.targets else None
-        refusal = target is not None and identity(newest(target)) in self.damaged
-        with closing(Life(self._arguments(target), campaign.fork)) as life:
-            return self._followed(life, target, refusal)
 
     def _followed(self, life: Life, target: Path | None, refusal: bool) -> bool:
         """Strikes a life, waits for its end and judges it. Returns whether it was the last."""
@@ -182,14 +177,14 @@ class Run:
         folder, before = max(self.folders), len(self.campaign.problems)
         ended, reference = json.loads((folder / "summary.json").read_text()), self.campaign.reference
         keys = ("weights_sha256", "status", "steps", "samples_seen")
-        different = [
-            f"{key} is {ended[key]}, undisturbed {reference[key]}" for key in keys if ended[key] != reference[key]
-        ]
+        pairs = {key: (ended[key], reference[key]) for key in keys if ended[key] != reference[key]}
         for key, value in reference["metrics"].items():
-            if not math.isclose(ended["metrics"].get(key, math.nan), value, rel_tol=1e-6, abs_tol=1e-9):
-                different.append(f"{key} is {ended['metrics'].get(key)}, undisturbed {value}")
-        if different:
-            self._problem(life, "; ".join(different))
+            found = ended["metrics"].get(key, math.nan)
+            if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):
+                pairs[key] = found, value
+        if pairs:
+            told = (f"{key} is {found}, undisturbed {value}" for key, (found, value) in pairs.items())
+            self._problem(life, "; ".join(told))
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
             self._problem(life, f"temporary files in the run folder: {', '.join(unfinished)}")
         if self.blow:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from comparison.curves import Curve
 from comparison.groups import Group
-
-from lockstep.sweeps.plotting import find_pyplot, style
+from plotting import find_pyplot, style
 
 pyplot = find_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones
@@ -21,7 +20,9 @@ WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind a numb
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """Draws what the groups have data for; returns the files' names."""
+    """Draws what the groups have data for; returns the files' names, none where there is no matplotlib."""
+    if pyplot is None:
+        return []
     shown = [group for group in groups if group.completed]
     styles = {id(group): style(number) for number, group in enumerate(shown)}
     best = sorted(shown, key=lambda group: -(group.mean("metrics", "test/acc") or 0))[:MOST]
@@ -50,7 +51,7 @@ def _curves(
         for number, group in enumerate(groups):
             curves = [run.curves[tag] for run in group.completed if tag in run.curves]
             _mean(panel, curves, axis, group.label, styles[id(group)], number / len(groups))
-        panel.set_xlabel(names[axis])
+        panel.set(xlabel=names[axis])
         panel.set_xlim(left=0)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -65,14 +66,8 @@ def _curves(
     handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
     figure.suptitle(title + (": mean over seeds, and from the least to the most" if several else ""))
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=max(1, min(6, 120 // (6 + max(map(len, labels))))),
-        fontsize=8,
-        frameon=False,
-    )
+    columns = max(1, min(6, 120 // (6 + max(map(len, labels)))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -86,9 +81,8 @@ def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict
     samples = curves[0].samples
     if len(curves) > 1:
         samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
-    values, seconds = (
-        np.stack([np.interp(samples, curve.samples, pick(curve)) for curve in curves]) for pick in (_values, _seconds)
-    )
+    values = np.stack([np.interp(samples, curve.samples, curve.values) for curve in curves])
+    seconds = np.stack([np.interp(samples, c.samples, c.samples if c.seconds is None else c.seconds) for c in curves])
     x = samples if axis == "samples" else seconds.mean(0)
     every = max(1, len(x) // 6)
     marks = (int(shift * every), every)  # lines that coincide still show all their markers
@@ -98,14 +92,6 @@ def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict
         panel.fill_between(x, *ends, color=look["color"], alpha=0.12, linewidth=0)
     elif len(curves) > 1:  # one validation each
         panel.vlines(x[0], ends[0][0], ends[1][0], color=look["color"], linewidth=1)
-
-
-def _values(curve: Curve) -> Any:
-    return curve.values
-
-
-def _seconds(curve: Curve) -> Any:
-    return curve.samples if curve.seconds is None else curve.seconds
 
 
 def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
@@ -120,9 +106,8 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     means = [float(np.mean(values)) for values in speeds]
     ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
     several = any(len(values) > 1 for values in speeds)
-    bars = panels[0].barh(
-        rows, means, color=colours, xerr=np.transpose(ends) if several else None, ecolor="#555555", capsize=3
-    )
+    spread = {"xerr": np.transpose(ends), "ecolor": "#555555", "capsize": 3} if several else {}
+    bars = panels[0].barh(rows, means, color=colours, **spread)
     panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8, bbox=WHITE)
     panels[0].xaxis.set_major_formatter("{x:,g}")
     panels[0].set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
@@ -131,10 +116,7 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     if efficient:
         shares = [(group.efficiency or 0) for group in measured]
         bars = panels[1].barh(rows, shares, color=colours)
-        texts = [
-            "no single device to measure by" if group.efficiency is None else f"{group.efficiency:.0%}"
-            for group in measured
-        ]
+        texts = [f"{share:.0%}" if share else "no single device to measure by" for share in shares]
         panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         panels[1].bar_label(bars, texts, padding=4, fontsize=8, bbox=WHITE)
         panels[1].axvline(1, color="#555555", linewidth=1, linestyle=":", zorder=0.9)
@@ -144,6 +126,6 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Meter and efficiency" if efficient else "Meter")
+    figure.suptitle("Speed and efficiency" if efficient else "Speed")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

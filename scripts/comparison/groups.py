@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from comparison.curves import Curve, read_curves
-from comparison.pair import ABSENT, flat, read, show
+from comparison.pair import ABSENT, NO_RUN, flat, read, show
 
 from lockstep.arithmetic.layout import Refusal
 
@@ -50,7 +50,7 @@ class Group:
     """Runs that differ in nothing but the seed."""
 
     runs: list[Run]
-    apart: dict[str, Any]  # what sets it apart from other groups, the layout left out
+    differs: dict[str, Any]  # what sets it apart from other groups, the layout left out
     efficiency: float | None = None  # samples/s of a device, against one alone
     label: str = ""  # what tells it apart in a plot
 
@@ -98,7 +98,7 @@ class Group:
             **named,
             "layout": self.layout_name,
             "batch": self.layout.get("batch_size"),
-            **{key: _brief(value) for key, value in self.apart.items()},
+            **{key: _brief(value) for key, value in self.differs.items()},
             "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
             "test acc": fmean(accuracy) if accuracy else None,
             "+-": stdev(accuracy) if len(accuracy) > 1 else None,
@@ -125,9 +125,9 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     groups = [Group(members, {}) for said, members in gathered.items()]
     if not any(group.layout for group in groups):
         raise Refusal(f"{runs[0].folder}: none of the runs has a summary to compare")
-    keys = _apart(groups)
+    keys = _differing(groups)
     for group in groups:
-        group.apart = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
+        group.differs = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
     for group, label in zip(groups, _labels(groups), strict=True):
         group.efficiency, group.label = _efficiency(group, groups), label
     return groups
@@ -136,17 +136,16 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 def _labels(groups: Sequence[Group]) -> list[str]:
     """Only what differs; where that is too long for a legend, the folder's name. Refused runs have no layout."""
     laid = [group for group in groups if group.layout]
-    layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].apart
+    layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].differs
     batches = len({group.layout["batch_size"] for group in laid}) > 1
     labels = []
     for group in groups:
-        parts = [group.layout_name] if layouts and group.layout else []
+        parts = [group.layout_name] * (layouts and bool(group.layout))
         parts += [f"batch {group.layout['batch_size']}"] if batches and group.layout else []
-        parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.apart.items()]
+        parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.differs.items()]
         labels.append(", ".join(parts))
-    if max(map(len, labels)) > LONGEST:
-        return [f"run {group.runs[0].folder.name}" for group in groups]
-    return labels
+    too_long = max(map(len, labels)) > LONGEST
+    return [f"run {group.runs[0].folder.name}" for group in groups] if too_long else labels
 
 
 def _brief(value: Any) -> str:
@@ -158,7 +157,7 @@ def _counts(key: str, config: Mapping[str, Any]) -> bool:
     return not ASIDE.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
 
 
-def _apart(groups: Sequence[Group]) -> list[str]:
+def _differing(groups: Sequence[Group]) -> list[str]:
     """Keys in which groups differ, the layout's left out. Where another file of a group was chosen (`optimizer.name`),
     that says it, and not the keys that only one of the files has."""
     configs = [group.runs[0].config for group in groups if group.runs[0].config]
@@ -175,7 +174,7 @@ def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
         speed
         for other in groups
         if other.world == 1
-        and other.apart == group.apart
+        and other.differs == group.differs
         and other.layout["batch_size"] == group.layout.get("batch_size")
         and (speed := other.mean("throughput", "samples_per_second"))
     ]
@@ -196,13 +195,11 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise Refusal(f"{folder}: no such folder")
-        inside = [path.parent for path in folder.rglob("summary.json")]
-        inside += [path.parents[1] for path in folder.rglob(".hydra/config.yaml")]
+        inside = {path.parent for path in folder.rglob("summary.json")}
+        inside |= {path.parents[1] for path in folder.rglob(".hydra/config.yaml")}
         if not inside:
-            raise Refusal(
-                f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml, nor runs in it"
-            )
-        for run in sorted(set(inside), key=_natural):
+            raise Refusal(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
+        for run in sorted(inside, key=_natural):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
             found[run.absolute()] = Run(run, dict(flat(config)), read(run / "summary.json"))
     return list(found.values())

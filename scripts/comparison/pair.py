@@ -20,6 +20,7 @@ from yaml import YAMLError
 from lockstep.arithmetic.layout import Refusal
 
 ABSENT = "-"
+NO_RUN = "it has neither summary.json nor .hydra/config.yaml"
 OUTCOME = ("status", "error", "steps", "epochs", "samples_seen", "restarts", "metrics", "throughput", "weights_sha256")
 
 Facts = dict[str, dict[str, Any]]  # section -> dotted key -> value
@@ -36,7 +37,7 @@ def facts(folder: Path) -> Facts:
     summary, made = read(folder / "summary.json"), read(folder / "provenance.json")
     config = made.get("config") or read(folder / ".hydra" / "config.yaml")
     if not (summary or config):
-        raise Refusal(f"{folder}: no run folder, it has neither summary.json nor .hydra/config.yaml")
+        raise Refusal(f"{folder}: no run folder, {NO_RUN}")
     code = dict(made.get("git") or summary.get("git") or {})
     if (patch := folder / "git.diff").is_file():
         code["changes"] = hashlib.sha256(patch.read_bytes()).hexdigest()
@@ -61,41 +62,11 @@ def flat(node: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{above}{key}", value
 
 
-def differences(one: Facts, other: Facts) -> list[tuple[str, str, str, str]]:
-    """Section, key, and the two values as they are shown, of everything that is not the same in both."""
-    found = []
-    for section, values in one.items():
-        others = other[section]
-        for key in [*values, *(key for key in others if key not in values)]:
-            left, right = values.get(key, ABSENT), others.get(key, ABSENT)
-            if left != right:
-                found.append((section, key, show(left), show(right)))
-    return found
-
-
 def show(value: Any) -> str:
     """A value in a cell: digests cut, numbers short enough to be compared by eye."""
     if isinstance(value, str) and len(value) >= 40 and set(value) <= set("0123456789abcdef"):
         return value[:12]
     return "null" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def verdict(one: Facts, other: Facts) -> str:
-    """The last line: what the weights say."""
-    digests = [side["outcome"].get("weights_sha256") for side in (one, other)]
-    if None in digests:
-        return "weights: a run without an end has none to compare"
-    return "weights: the same bits" if digests[0] == digests[1] else "weights: different bits"
-
-
-def table(rows: list[tuple[str, str, str, str]], names: tuple[str, str]) -> Table:
-    shown = Table("", "", box=box.SIMPLE_HEAD)
-    for name in names:
-        shown.add_column(Text(name), overflow="fold")
-    for (section, *cells), before in zip(rows, [None, *rows], strict=False):
-        first = before is None or before[0] != section
-        shown.add_row(section if first else "", *map(Text, cells))
-    return shown
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -119,13 +90,26 @@ def report(console: Console, folders: tuple[Path, Path]) -> None:
         Refusal: as `facts`.
     """
     one, other = map(facts, folders)
-    rows = differences(one, other)
-    if rows:
-        console.print(table(rows, (str(folders[0]), str(folders[1]))))
-    same = [name for name in one if (one[name] or other[name]) and name not in {row[0] for row in rows}]
-    unknown = [name for name in one if not (one[name] or other[name])]
+    shown = Table("", "", box=box.SIMPLE_HEAD)
+    for folder in folders:
+        shown.add_column(Text(str(folder)), overflow="fold")
+    same: list[str] = []
+    unknown: list[str] = []
+    for section, values in one.items():
+        both = {key: (values.get(key, ABSENT), other[section].get(key, ABSENT)) for key in values | other[section]}
+        differing = [(key, *map(show, pair)) for key, pair in both.items() if pair[0] != pair[1]]
+        for number, cells in enumerate(differing):
+            shown.add_row("" if number else section, *map(Text, cells))
+        if not differing:
+            (same if both else unknown).append(section)
+    if shown.rows:
+        console.print(shown)
     if same:
         console.print(f"the same in both: {', '.join(same)}")
     if unknown:
         console.print(f"neither tells: {', '.join(unknown)}")
-    console.print(verdict(one, other))
+    digests = [side["outcome"].get("weights_sha256") for side in (one, other)]
+    if None in digests:
+        console.print("weights: a run without an end has none to compare")
+    else:
+        console.print(f"weights: {'the same' if digests[0] == digests[1] else 'different'} bits")

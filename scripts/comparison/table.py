@@ -39,20 +39,15 @@ class Comparison:
 
     def __post_init__(self) -> None:
         self.groups = sorted(self.groups, key=_result, reverse=True)
-
-    @property
-    def rows(self) -> list[dict[str, Cell]]:
-        return [group.row() for group in self.groups]
+        self.rows = [group.row() for group in self.groups]
 
     def best(self) -> set[tuple[int, str]]:
         """Row and column of the best values, where there is something to choose."""
         found = set()
         for column in ("test acc", "samples/s"):
-            values = {
-                number: float(value) for number, row in enumerate(self.rows) if (value := row[column]) is not None
-            }
-            if len(set(values.values())) > 1:
-                found |= {(number, column) for number, value in values.items() if value == max(values.values())}
+            values = [row[column] for row in self.rows]
+            if len(known := {float(value) for value in values if value is not None}) > 1:
+                found |= {(number, column) for number, value in enumerate(values) if value == max(known)}
         return found
 
     def table(self) -> Table:
@@ -81,10 +76,9 @@ class Comparison:
         rows, best = self.rows, self.best()
         lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
         for number, row in enumerate(rows):
-            cells = ((column, text(column, value).replace("|", "\\|")) for column, value in row.items())
-            lines.append(
-                "| " + " | ".join(f"**{cell}**" if (number, column) in best else cell for column, cell in cells) + " |"
-            )
+            cells = {column: text(column, value).replace("|", "\\|") for column, value in row.items()}
+            cells |= {column: f"**{cells[column]}**" for at, column in best if at == number}
+            lines.append("| " + " | ".join(cells.values()) + " |")
         lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
         (folder / "compare.md").write_text("\n".join(lines) + "\n")
         with open(folder / "compare.csv", "w", newline="") as file:

@@ -1,8 +1,9 @@
-"""Writes a trial down, to the bit."""
+"""What a trial does beside training: it writes itself down, to the bit, and may be wrong on purpose."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +15,98 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
-Tensors = dict[str, NDArray[Any]]
+UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
+FAULTS = ("permuted", "summed", "windowed")  # controls, which a comparison must see
+YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # which ReLU flips first is chance: the largest of three
+FILE = "record.npz"
 
 
 class Record(pl.Callback):
-    """Writes a trial down, through hooks and the `StepBatch`s that the loader yields."""
+    """Writes `record.npz` into the trial's folder when training ends.
 
-    def __init__(self) -> None:
+    Args:
+        pieces: of a step.
+        batch_size: samples of a full step.
+        fault: what is done wrong: `permuted`, the order of another seed (weights and dropout keep theirs); `summed`,
+            the pieces' gradients are added, not averaged; `windowed`, a short step's samples count as in a full one, as
+            Lightning accumulates (#19987); `rounding <seed>`, every gradient is off by as many roundings as a step has
+            pieces: adding pieces in another order does no more, and usually less.
+    """
+
+    def __init__(self, pieces: int, batch_size: int, fault: str | None = None) -> None:
+        self.pieces, self.batch_size, self.fault = pieces, batch_size, fault
+        self.generator = torch.Generator()
+        if fault in YARDSTICKS:
+            self.generator.manual_seed(int(fault.split()[1]))
+        self.samples = batch_size  # of the step under way
         self.ids: dict[tuple[int, int], str] = {}  # (step, piece) -> hash of its sample ids
         self.losses: list[tuple[float, int]] = []  # sum over this process's samples, samples of the step
         self.probes: list[NDArray[Any]] = []
-        self.gradients: Tensors = {}
-        self.samples = ""
+        self.gradients: dict[str, NDArray[Any]] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.fault == "permuted" and stage == "fit":
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            data.order = replace(data.order, seed=data.order.seed + 1)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self.samples = batch.samples
         for micro_batch in batch.micro_batches:
             starts = np.cumsum([0, *micro_batch.sizes])
             for piece, start, stop in zip(micro_batch.pieces, starts, starts[1:], strict=False):
-                self.ids[batch.step, piece] = hashlib.sha256(
-                    np.asarray(micro_batch.ids[start:stop]).tobytes()
-                ).hexdigest()
+                ids = np.asarray(micro_batch.ids[start:stop])
+                self.ids[batch.step, piece] = hashlib.sha256(ids.tobytes()).hexdigest()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        for gradient in named.values():
+            if self.fault == "summed":
+                gradient.mul_(self.pieces)
+            elif self.fault == "windowed":
+                gradient.mul_(self.samples / self.batch_size)
+            elif self.fault in YARDSTICKS:
+                signs = torch.randint(0, 2, gradient.shape, generator=self.generator).to(gradient) * 2 - 1
+                partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
+                gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
-            self.gradients = {name: _numpy(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
+            self.gradients = {name: _numpy(gradient) for name, gradient in named.items()}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        own = sum(sum(micro_batch.sizes) for micro_batch in batch.micro_batches)
-        self.losses.append((float(outputs["loss"]) * own, batch.samples))
+        own = batch.num_local_samples  # of a short step, a rank may have none
+        self.losses.append((float(outputs["loss"]) * own if own else 0.0, batch.samples))
         flat = [_numpy(p).reshape(-1) for p in pl_module.parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
         self.probes.append(np.concatenate([part[::every] for part in flat]))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What each process knows of ids and losses, put together."""
-        known: list[Any] = [(self.ids, [loss for loss, _ in self.losses])]
+        """Puts together what each process knows of ids and losses, and saves arrays under `kind/name`."""
+        own = self.ids, [loss for loss, _ in self.losses]
+        known: list[Any] = [own]
         if dist.is_initialized():
             known = [None] * dist.get_world_size()
-            dist.all_gather_object(known, (self.ids, [loss for loss, _ in self.losses]))
+            dist.all_gather_object(known, own)
+        if not trainer.is_global_zero:
+            return
         ids = {key: value for found, _ in known for key, value in found.items()}
-        self.samples = hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest()
-        self.losses = [
-            (sum(parts), samples)
-            for parts, (_, samples) in zip(zip(*(part for _, part in known), strict=True), self.losses, strict=True)
-        ]
-
-    def save(self, path: Path, module: nn.Module) -> None:
-        """Arrays only, under `kind/name`."""
-        arrays = {f"weights/{name}": _numpy(p) for name, p in module.named_parameters()}
-        state = module.state_dict()
-        arrays |= {
-            f"buffers/{name}": _numpy(b)
-            for name, b in module.named_buffers()
-            if name in state and b.is_floating_point()
-        }
+        losses = np.sum([losses for _, losses in known], axis=0) / [samples for _, samples in self.losses]
+        state = pl_module.state_dict()
+        kept = {name: b for name, b in pl_module.named_buffers() if name in state and b.is_floating_point()}
+        arrays: dict[str, Any] = {f"weights/{name}": _numpy(p) for name, p in pl_module.named_parameters()}
+        arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in kept.items()}
         arrays |= {f"gradients/{name}": gradient for name, gradient in self.gradients.items()}
-        arrays["curves/losses"] = np.array([loss / samples for loss, samples in self.losses])
-        arrays["curves/probes"] = np.stack(self.probes)
-        np.savez(path, **arrays)  # type: ignore[arg-type]
+        arrays |= {"about/losses": losses, "about/probes": np.stack(self.probes)}
+        arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
+        arrays["about/sensitive"] = np.array(sensitive(pl_module), dtype=str)
+        np.savez(Path(trainer.default_root_dir, FILE), **arrays)
 
 
-def _numpy(tensor: Tensor) -> NDArray[Any]:
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+def roundoff(precision: str) -> float:
+    """Unit roundoff of what the weights are kept in: float32 under mixed precision."""
+    return UNIT_ROUNDOFF["32" if precision.endswith("mixed") else precision.partition("-")[0]]
 
 
 def sensitive(module: nn.Module) -> list[str]:
@@ -92,3 +118,8 @@ def sensitive(module: nn.Module) -> list[str]:
         elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
             found.add("dropout")
     return sorted(found)
+
+
+def _numpy(tensor: Tensor) -> NDArray[Any]:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()

@@ -1,12 +1,13 @@
-"""A trial: a few optimizer steps on one layout, taken down to the bit. parity.py and differences.py compare them.
+"""A trial: a few optimizer steps of a run on one layout, taken down to the bit.
 
-Each trial runs in workers that are forked from one parent, as a run of train.py does: the same module, data, Trainer
-and loop, with one callback more, which writes down. The parent only compares files, with numpy.
+Each trial is a run of train.py with one callback more, which writes down. The parent only compares files, with numpy,
+so that it can fork.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,25 +17,21 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
-from trials.faults import FAULTS
-from trials.record import Record, Tensors, sensitive
+from trials.record import FILE
 
-from lockstep.callbacks import DummyBatchOnEmptyRank
-from lockstep.launch import logs
 from lockstep.launch.agent import launch
-from lockstep.loading import DataModule, Splits
-from lockstep.run import fast
-from lockstep.run.build import compile_module, make_module, make_trainer
+from lockstep.loading import Splits
 from lockstep.run.config import Config, check
-from lockstep.run.summary import weights_sha256
+from lockstep.run.training import train
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
+Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: `changes` to the config, and a deliberate fault (see FAULTS) for controls."""
+    """What is run: `changes` to the config, and a deliberate fault for controls (see trials.record)."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -48,71 +45,66 @@ class Outcome:
     Attributes:
         config: as checked.
         sha256: of weights and buffers at the end, as in summary.json.
+        metrics: of the test.
         samples: a hash of the sample ids of every piece of every step.
         losses: mean loss of each step's samples, float64 [steps].
         probes: up to PROBES of the weights after each step, [steps, probes].
+        sensitive: kinds of layers whose result depends on how a step is cut: BatchNorm, dropout.
         weights, buffers: at the end, by name.
         gradients: of the last step, before clipping.
-        metrics: of the test.
-        sensitive: kinds of layers whose result depends on how a step is cut: BatchNorm, dropout.
     """
 
     config: Config
     sha256: str
+    metrics: dict[str, float]
     samples: str
     losses: NDArray[Any]
     probes: NDArray[Any]
+    sensitive: list[str]
     weights: Tensors
     buffers: Tensors
     gradients: Tensors
-    metrics: dict[str, float]
-    sensitive: list[str]
 
 
-def prepare(raw: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """A train.py config for trials of `steps` optimizer steps: nothing is validated, logged or saved beside them."""
-    return {
-        **raw,
-        "max_steps": steps,
-        "max_epochs": steps,
-        "val_every": None,
-        "callbacks": {},
-        "logger": {"name": "none"},
-        "resume": None,
-    }
-
-
-def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int | None, test_samples: int) -> Splits:
+def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int | None) -> Splits:
     """Splits in which `steps` optimizer steps pass several epochs, each with a short last step.
 
     Args:
         tail: samples of that last step; None: half as many as there are pieces, so that some pieces, and on many
             layouts some devices, have none.
-        test_samples: of the test set, to keep trials short.
     """
     tail = min(tail or max(1, pieces // 2), batch_size)
     full = max(1, min(FULL, (len(splits.train) - tail) // batch_size))
-    train = Subset(splits.train, range(min(full * batch_size + tail, len(splits.train))))
-    return replace(splits, train=train, val=None, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
+    return replace(splits, train=Subset(splits.train, range(min(full * batch_size + tail, len(splits.train)))))
 
 
-def run(trial: Trial, raw: Mapping[str, Any], splits: Splits, folder: Path) -> Outcome:
-    """Runs a trial in workers of its own.
+def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder: Path) -> Outcome:
+    """Makes the first `steps` optimizer steps of a run, and tests it; its folder goes with it.
 
     Raises:
         Refusal: the trial's config can't be run; WorkerFailed: it failed.
     """
-    config = check({**raw, **trial.changes})
-    folder.mkdir(parents=True, exist_ok=True)
-    found = launch(_work, config, splits, folder, trial.fault, layout=config.layout)
-    file = folder / "record.npz"
-    with np.load(file) as record:
-        parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "curves": {}}
-        for key in record:
+    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
+    layout = check({**raw, **trial.changes}).layout
+    record = {"pieces": layout.pieces, "batch_size": layout.batch_size, "fault": trial.fault}
+    record["_target_"] = "trials.record.Record"
+    config = check({**raw, **bare, **trial.changes, "callbacks": {"record": record}})
+    folder.mkdir(parents=True)
+    summary = launch(_work, config, replace(splits, val=None), folder, layout=layout)
+    parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
+    with np.load(folder / FILE) as found:
+        for key in found:
             kind, _, name = key.partition("/")
-            parts[kind][name] = record[key]
-    file.unlink()  # as large as two checkpoints
-    return Outcome(config=config, **found, **parts.pop("curves"), **parts)
+            parts[kind][name] = found[key]
+    shutil.rmtree(folder)
+    about: dict[str, Any] = parts.pop("about")
+    about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
+    return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **parts)
+
+
+def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    logging.disable(logging.WARNING)  # the table says it all
+    return train(config, splits, folder)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:
@@ -124,21 +116,18 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
         yield item
 
 
-def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> dict[str, Any]:
-    rank = int(os.environ.get("RANK", "0"))
-    logs.configure(folder, rank)
-    fast.set_up(config.layout, config.threads, config.allocator)
-    module = make_module(config, splits)
-    data = DataModule(splits, config.layout, config.seed, rank, num_workers=config.num_workers)
-    record = Record()
-    trainer = make_trainer(config, folder, [DummyBatchOnEmptyRank(), record])
-    if fault is not None:
-        FAULTS[fault](trainer, module, data)
-    compile_module(config, module, trainer)
-    trainer.fit(module, datamodule=data)
-    state = trainer.strategy.lightning_module_state_dict()
-    if rank == 0:
-        record.save(folder / "record.npz", module)
-    found = {"sha256": weights_sha256(state), "samples": record.samples, "sensitive": sensitive(module)}
-    trainer.test(module, datamodule=data, verbose=False)
-    return found | {"metrics": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+def difference(found: Tensors, reference: Tensors) -> float:
+    """The largest relative difference of a tensor: norm of the difference over norm of the reference.
+
+    A tensor with less than a thousandth of the whole norm is measured against that thousandth: the gradient of a bias
+    before BatchNorm, say, is zero but for rounding, and as relative as one likes.
+    """
+    norms = {name: norm(tensor) for name, tensor in reference.items()}
+    least = 1e-3 * float(np.sqrt(sum(value**2 for value in norms.values())))
+    apart = [norm(found[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
+    return max(apart, default=0.0)
+
+
+def norm(values: NDArray[Any]) -> float:
+    """Euclidean, by numpy's own loops: BLAS would start threads in a process that forks."""
+    return float(np.sqrt(np.square(values, dtype=np.float64).sum()))

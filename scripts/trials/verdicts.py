@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 from rich import box
 from rich.table import Table
-from trials.distance import difference, norm
-from trials.trial import Outcome
-
-from lockstep.sweeps.plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
+from trials.trial import Outcome, difference, norm
 
 MARGIN = 10  # times the yardstick
 ENDS = ("weights", "buffers", "gradient")  # compared after the last step
@@ -137,10 +135,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 def explain(reference: Outcome, tolerance: Distances) -> str:
     """What was done, and which tolerance was used, and why."""
-    config, steps, curve = reference.config, len(reference.losses), tolerance.weights_curve
+    layout, precision = reference.config.layout, reference.config.precision
+    steps, curve = len(reference.losses), tolerance.weights_curve
     lines = [
-        f"{steps} steps of {config.layout.batch_size} samples in {config.layout.pieces} pieces, {config.precision}. "
-        "Distances are relative: norms, the largest of all tensors; loss: the largest of all steps.",
+        f"{steps} steps of {layout.batch_size} samples in {layout.pieces} pieces, {precision}. Distances "
+        "are relative: norms, the largest of all tensors; loss: the largest of all steps.",
         f"Tolerance by default, after each step: {MARGIN} x what roundings of the gradient have become on this model, "
         f"and at least {MARGIN} roundings of the weights a step: "
         f"{curve[0]:.1e} of the weights after step 1 and {curve[-1]:.1e} after step {steps}. Under exact=true: none.",
@@ -177,15 +176,8 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     for row, curve in shown:
         kind = "exact" if row.same_bits else "default" if row.kind == "exact" else row.kind
         colour, line, label = STYLES[kind]
-        axes.plot(
-            steps,
-            curve,
-            line,
-            color=colour,
-            label=None if kind in known else label,
-            zorder=3 if row.same_bits else 2,
-            clip_on=not row.same_bits,
-        )
+        front = {"zorder": 3, "clip_on": False} if row.same_bits else {}
+        axes.plot(steps, curve, line, color=colour, label=None if kind in known else label, **front)
         known.add(kind)
         if kind == "control":
             ends.append((curve[np.isfinite(curve)][-1] if np.isfinite(curve).any() else 1.0, row.layout, colour))
@@ -207,12 +199,9 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     return True
 
 
-def apart(wanted: Sequence[float], gap: float) -> NDArray[Any]:
-    """Places as near to the wanted ones as can be, in their order, with `gap` between neighbours at least."""
-    from sklearn.isotonic import isotonic_regression  # takes a second
-
-    order = np.argsort(wanted, kind="stable")
-    steps = gap * np.arange(len(wanted))
-    placed = np.empty(len(wanted))
-    placed[order] = isotonic_regression(np.asarray(wanted)[order] - steps) + steps
-    return placed
+def apart(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places in the order of the wanted ones, moved up where the one below is nearer than `gap`."""
+    placed, least = dict.fromkeys(range(len(wanted)), 0.0), -np.inf
+    for number in np.argsort(wanted, kind="stable").tolist():
+        placed[number] = least = max(wanted[number], least + gap)
+    return [*placed.values()]

@@ -1,6 +1,6 @@
 """A bare loop whose memory is measured: grey images of 28 x 28 in memory as bytes, a batch made float at a time.
 
-python scripts/opponents/bare_memory.py mnist_cnn <batch size> <steps> <images>
+python scripts/bench/opponents/bare_memory.py mnist_cnn <batch size> <steps> <images>
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
 """Seconds from a command to its test accuracy on MNIST: our recipes against the program of pytorch/examples.
 
-    python scripts/time_to_accuracy.py --data-dir <folder with MNIST/> --json times.json
+    python scripts/bench/time_to_accuracy.py --data-dir <folder with MNIST/> --json times.json
 
 Runs `experiment=mnist_fast` and `experiment=mnist_best` for every seed, and in their midst, once,
-scripts/opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those
-until the test result stands in summary.json or on the opponent's console; beside it, until the process has ended. The
+opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those until
+the test result stands in summary.json or on the opponent's console; beside it, until the process has ended. The
 opponent takes a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,9 +19,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from rich import box
 from rich.console import Console
@@ -51,24 +49,21 @@ class Racer:
         accuracy: on the 10,000 test images.
         to_result: s from the command to the test result.
         to_end: s from the command to the end of its process.
-        ratio: the opponent's mean `to_result` over this one's; None: there was no opponent.
     """
 
-    recipe: str
     target: float
     accuracy: list[float] = field(default_factory=list)
     to_result: list[float] = field(default_factory=list)
     to_end: list[float] = field(default_factory=list)
-    ratio: float | None = None
+
+    def times_as_fast(self, opponent: Racer) -> float:
+        return mean(opponent.to_result) / mean(self.to_result)
 
 
 def measure(
-    data_dir: str | os.PathLike[str],
-    seeds: Sequence[int] = range(5),
-    opponent: bool = True,
-    overrides: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Runs everything; returns `racers` (as Racer, the opponent last) and `versions`.
+    data_dir: str, seeds: Sequence[int] = range(5), opponent: bool = True, overrides: Sequence[str] = ()
+) -> dict[str, Racer]:
+    """Runs everything; the opponent comes last.
 
     Args:
         data_dir: holds MNIST/raw, unpacked.
@@ -83,21 +78,18 @@ def measure(
     raw = Path(data_dir).absolute() / "MNIST" / "raw"
     if missing := [name for name in FILES if not (raw / name).is_file()]:
         raise Refusal(f"no {missing[0]} in {raw}: python src/train.py data=mnist data_dir=... downloads and unpacks it")
-    racers = {name: Racer(name, target) for name, target in RECIPES.items()}
+    racers = {name: Racer(target) for name, target in RECIPES.items()}
     turns = [(name, seed) for seed in seeds for name in RECIPES]
     if opponent:
         turns.insert(len(turns) // 2, (OPPONENT, 0))
-        racers[OPPONENT] = Racer(OPPONENT, OPPONENT_TARGET)
+        racers[OPPONENT] = Racer(OPPONENT_TARGET)
     for name, seed in turns:
-        one = _opponent(raw.parents[1]) if name == OPPONENT else _recipe(name, seed, raw.parents[1], overrides)
-        for values, value in zip(
-            (racers[name].accuracy, racers[name].to_result, racers[name].to_end), one, strict=True
-        ):
+        home = raw.parents[1]
+        result = _opponent(home) if name == OPPONENT else _recipe(name, seed, home, overrides)
+        racer = racers[name]
+        for values, value in zip((racer.accuracy, racer.to_result, racer.to_end), result, strict=True):
             values.append(value)
-    if opponent:
-        for racer in racers.values():
-            racer.ratio = statistics.mean(racers[OPPONENT].to_result) / statistics.mean(racer.to_result)
-    return {"racers": [asdict(racer) for racer in racers.values()], "versions": versions()}
+    return racers
 
 
 def _recipe(name: str, seed: int, data_dir: Path, overrides: Sequence[str]) -> tuple[float, float, float]:
@@ -114,8 +106,8 @@ def _recipe(name: str, seed: int, data_dir: Path, overrides: Sequence[str]) -> t
 
 def _opponent(data_dir: Path) -> tuple[float, float, float]:
     """The same of the opponent; its own clock starts with its first line."""
-    began = time.time()
-    said = _command("scripts/opponents/examples_mnist.py", f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
+    program, began = "scripts/bench/opponents/examples_mnist.py", time.time()
+    said = _command(program, f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
     ended = time.time()
     accuracy, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
     return float(accuracy), float(seconds), ended - began
@@ -130,22 +122,15 @@ def _command(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def table(report: dict[str, Any]) -> Table:
+def table(racers: dict[str, Racer]) -> Table:
     """A row for each recipe."""
-    shown = Table(
-        "recipe", "target", "test accuracy of each seed", "mean", "s to test result", "s to end", "times as fast",
-        box=box.SIMPLE_HEAD,
-    )  # fmt: skip
-    for racer in report["racers"]:
-        shown.add_row(
-            racer["recipe"],
-            f"{racer['target']:.1%}",
-            ", ".join(f"{accuracy:.2%}" for accuracy in racer["accuracy"]),
-            f"{statistics.mean(racer['accuracy']):.2%}",
-            f"{statistics.mean(racer['to_result']):.1f}",
-            f"{statistics.mean(racer['to_end']):.1f}",
-            "-" if racer["ratio"] is None else f"{racer['ratio']:.1f}",
-        )
+    names = ("recipe", "target", "test accuracy of each seed", "mean", "s to test result", "s to end", "times as fast")
+    shown = Table(*names, box=box.SIMPLE_HEAD)
+    for name, racer in racers.items():
+        each = ", ".join(f"{accuracy:.2%}" for accuracy in racer.accuracy)
+        times = [f"{mean(racer.to_result):.1f}", f"{mean(racer.to_end):.1f}"]
+        times.append(f"{racer.times_as_fast(racers[OPPONENT]):.1f}" if OPPONENT in racers else "-")
+        shown.add_row(name, f"{racer.target:.1%}", each, f"{mean(racer.accuracy):.2%}", *times)
     return shown
 
 
@@ -163,13 +148,14 @@ def main() -> int:
     try:
         if options.seeds < 1:
             raise Refusal(f"--seeds={options.seeds}: at least 1")
-        report = measure(options.data_dir, range(options.seeds), options.opponent, options.overrides)
+        racers = measure(options.data_dir, range(options.seeds), options.opponent, options.overrides)
     except (Refusal, CommandFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refusal) else 1
-    console.print(table(report))
+    console.print(table(racers))
     if options.json:
-        write_summary(options.json, report)
+        found = {name: asdict(racer) for name, racer in racers.items()}
+        write_summary(options.json, {"racers": found, "versions": versions()})
     return 0
 
 

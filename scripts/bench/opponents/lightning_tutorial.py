@@ -1,7 +1,7 @@
 """Lightning as its tutorials show it: torchvision's data set and transforms in a DataLoader, `self.log` to the progress
 bar, accuracy by torchmetrics, Trainer's defaults (TensorBoard, checkpoints, progress bar).
 
-    python scripts/opponents/lightning_tutorial.py --data-dir data --workers 0 --threads 1
+    python scripts/bench/opponents/lightning_tutorial.py --data-dir data --workers 0 --threads 1
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torchmetrics
 from bare_loop import mnist_cnn
 from mnist import arguments, training_set
 from torch import nn
-from turns import Turns
+from turn_callback import Turn
 
 
 class LitMNIST(L.LightningModule):
@@ -40,19 +40,6 @@ class LitMNIST(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
-
-
-class Turn(L.Callback):
-    """Waits for its turns."""
-
-    def __init__(self) -> None:
-        self.turns = Turns()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.turns.begin()
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
-        self.turns.step(pl_module.parameters())
 
 
 def main() -> None:

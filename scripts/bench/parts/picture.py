@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks/ as a picture: our time as a share of the other's, and a step's time by part."""
+"""The figures of docs/benchmarks/ as a picture: our time as a share of the other's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lockstep.sweeps.plotting import BLUE, COLOURS, GREY, VERMILION, find_pyplot
+from plotting import BLUE, GREY, VERMILION, find_pyplot
 
 HEADINGS = {
     "step": "a step",
@@ -23,39 +23,28 @@ COLUMNS = {"ours": 0.11, "other": 0.31, "share": 0.46, "times\nas fast": 0.61, "
 INK, FAINT = "#222222", "#E4E4E4"
 ROW = 0.22  # inches
 SPACE = 1.3  # rows, of a heading
-NAMED = 7  # parts of a step that have their own colour, the largest ones
 Row = dict[str, Any]
 
 
 def draw(folder: Path, path: Path) -> bool:
     """Draws what is there; False where nothing can be drawn: no matplotlib, or no figures."""
     pyplot = find_pyplot()
-    found = {
-        part: json.loads(file.read_text())
-        for part in (*HEADINGS, "limit")
-        if (file := folder / f"{part}.json").exists()
-    }
-    limits = found.pop("limit", {}).get("limits", [])
+    files = {part: folder / f"{part}.json" for part in HEADINGS}
+    found = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
     groups = {part: rows for part, report in found.items() if (rows := [row for row in report["rows"] if _shown(row)])}
-    if pyplot is None or not (groups and limits):
+    if pyplot is None or not groups:
         return False
     lines = sum(map(len, groups.values())) + SPACE * len(groups)
-    heights = [ROW * lines + 0.6, 0.3 * len(limits) + 0.6]
     with pyplot.rc_context({"figure.dpi": 120, "font.size": 8.5, "text.color": INK, "ytick.color": INK}):
-        figure, ((bars, numbers), (parts, empty)) = pyplot.subplots(
-            2, 2, figsize=(11.5, sum(heights) + 1), height_ratios=heights, width_ratios=(1, 1), layout="constrained"
-        )
+        figure, (bars, numbers) = pyplot.subplots(1, 2, figsize=(11.5, ROW * lines + 1.6), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12)
-        for panel in (numbers, empty):
-            panel.axis("off")
+        numbers.axis("off")
         _shares(bars, numbers, groups)
-        _parts(parts, limits)
+        handles, labels = bars.get_legend_handles_labels()
+        known = dict(zip(labels, handles, strict=True))
         title = f"Our time as a share of the other's: shorter is faster\n{_where(found)}"
-        for panel, where, said in ((bars, "outside upper center", title), (parts, "outside lower center", None)):
-            handles, labels = panel.get_legend_handles_labels()
-            known = dict(zip(labels, handles, strict=True))
-            legend = figure.legend(known.values(), known, ncols=5, loc=where, frameon=False, title=said)
-            legend.get_title().set(fontsize=11, multialignment="center")
+        legend = figure.legend(known.values(), known, ncols=5, loc="outside upper center", frameon=False, title=title)
+        legend.get_title().set(fontsize=11, multialignment="center")
         figure.savefig(path)
         pyplot.close(figure)
     return True
@@ -82,15 +71,8 @@ def _shares(bars: Any, numbers: Any, groups: dict[str, list[Row]]) -> None:
     at, ticks = 0.0, []
     for part, rows in groups.items():
         at += SPACE
-        bars.text(
-            -0.01,
-            at,
-            HEADINGS[part],
-            transform=bars.get_yaxis_transform(),
-            ha="right",
-            va="center_baseline",
-            weight="bold",
-        )
+        look = {"ha": "right", "va": "center_baseline", "weight": "bold"}
+        bars.text(-0.01, at, HEADINGS[part], transform=bars.get_yaxis_transform(), **look)
         for row in rows:
             at += 1
             ticks.append((at, re.sub("times as fast as|part of", "against", row["what"])))
@@ -102,7 +84,10 @@ def _shares(bars: Any, numbers: Any, groups: dict[str, list[Row]]) -> None:
     bars.margins(x=0.03)
     bars.set_xlim(left=0)
     bars.grid(axis="x", color=FAINT)
-    _percent(bars)
+    bars.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    bars.set_axisbelow(True)
+    bars.tick_params(length=0)
+    bars.spines[:].set_visible(False)
     for name, x in COLUMNS.items():
         numbers.text(x, 0.7, name, ha="left" if name == "goal" else "right", va="bottom", color=GREY)
 
@@ -137,37 +122,3 @@ def _side(value: float, unit: str) -> str:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
-
-
-def _parts(axes: Any, limits: list[dict[str, Any]]) -> None:
-    """Where a step's time goes; parts beyond the largest are one."""
-    most = {name: max(limit["parts"].get(name, 0.0) for limit in limits) for limit in limits for name in limit["parts"]}
-    named = sorted(most, key=lambda name: -most[name])[:NAMED]
-    for at, limit in enumerate(limits):
-        shares = {name: limit["parts"].get(name, 0.0) for name in named}
-        shares["the rest"] = sum(limit["parts"].values()) - sum(shares.values())
-        left = 0.0
-        for colour, (name, share) in zip((*COLOURS[: NAMED - 1], GREY, FAINT), shares.items(), strict=False):
-            label = name if at == 0 else None
-            axes.barh(at, share, left=left, color=colour, height=0.7, edgecolor="white", linewidth=0.8, label=label)
-            if share >= 0.06:  # else it has no room
-                axes.text(left + share / 2, at, f"{share:.0%}", ha="center", va="center", color=_readable(colour))
-            left += share
-    axes.set_yticks(range(len(limits)), [f"{limit['model']}, {limit['precision']}" for limit in limits])
-    axes.set_ylim(len(limits) - 0.5, -0.5)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("of a step's time, under torch's profiler, which makes Python look larger than it is")
-    _percent(axes)
-
-
-def _percent(axes: Any) -> None:
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
-def _readable(colour: str) -> str:
-    """White or black, whichever stands out more (relative luminance, WCAG 2)."""
-    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return "white" if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 < 0.179 else INK

@@ -1,7 +1,8 @@
-"""Programs that run against each other in turns, a block of steps each (see scripts/opponents/turns.py)."""
+"""Programs that run against each other in turns, a block of steps each (see opponents/turns.py)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -18,7 +19,9 @@ from lockstep.run.checks import ROOT
 
 Command = Sequence[str]
 
-OPPONENTS = ROOT / "scripts" / "opponents"
+OPPONENTS = ROOT / "scripts" / "bench" / "opponents"
+# train.py as users run it, with one callback more: it waits for its turns.
+TRAIN = ("src/train.py", "+callbacks.turns={_target_: turn_callback.Turn}")
 
 
 @dataclass
@@ -37,27 +40,18 @@ class Outcome:
 class Player:
     """A program in a process of its own, which makes steps when it is told to."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], steps: int, skip: int, weights: Path, save_at: int, threads: int
-    ) -> None:
+    def __init__(self, name: str, command: Command, environment: Mapping[str, str], turns: str, errors: Path) -> None:
         ours, theirs = os.pipe(), os.pipe()
-        self.name = name
+        self.name, self.errors = name, errors
         self.go_fd, self.answers = theirs[1], os.fdopen(ours[0])
-        environment = {
-            **os.environ,
-            "TURNS": f"{theirs[0]},{ours[1]},{steps},{skip}",
-            "WEIGHTS": f"{save_at},{weights}",
-            "OMP_NUM_THREADS": str(threads),
-        }
-        self.errors = weights.with_suffix(".txt")
-        with self.errors.open("w") as errors:
+        with errors.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
-                env=environment,
+                env={**os.environ, **environment, "TURNS": f"{theirs[0]},{ours[1]},{turns}"},
                 pass_fds=(theirs[0], ours[1]),
                 stdout=subprocess.DEVNULL,
-                stderr=errors,
+                stderr=file,
                 start_new_session=True,
             )
         os.close(theirs[0])
@@ -113,23 +107,25 @@ def play(
         heats: groups of players of which only the fastest plays on after the warm-up; the others have no outcome.
     """
     found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
+    paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
     order = random.Random(0)
     for _ in range(games):
-        players: list[Player] = []
+        teams: dict[str, list[Player]] = {name: [] for name in found}
         try:
-            for name, team in commands.items():
-                outcome = found[name]
-                players += [Player(name, command, steps, skip, outcome.weights, save_at, threads) for command in team]
-            for player in players:
+            for name, outcome in found.items():
+                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+                environment["WEIGHTS"] = f"{save_at},{outcome.weights}"
+                for command in commands[name]:
+                    errors = outcome.weights.with_suffix(".txt")
+                    teams[name].append(Player(name, command, environment, f"{steps},{skip}", errors))
+            for player in itertools.chain(*teams.values()):
                 player.answer()
             for number in range(-warm_up, rounds):
                 took = {}
                 for name in order.sample(list(found), len(found)):
-                    team_now = [player for player in players if player.name == name]
-                    for player in team_now:
+                    for player in teams[name]:
                         player.go()
-                    told = [player.answer() for player in team_now]
-                    took[name] = max(sum(answer["seconds"][skip:]) for answer in told)
+                    took[name] = max(sum(player.answer()["seconds"][skip:]) for player in teams[name])
                 if number >= 0:
                     for name, seconds in took.items():
                         found[name].blocks.append(seconds)
@@ -138,7 +134,7 @@ def play(
                     for slower in set(heat) - {min(heat, key=took.__getitem__)}:
                         found.pop(slower, None)
         finally:
-            for player in players:
+            for player in itertools.chain(*teams.values()):
                 player.end()
     return found
 

@@ -8,44 +8,46 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.players import OPPONENTS, Row, faster, play
+from parts.players import OPPONENTS, TRAIN, Row, faster, play
 
-STEPS, LR = 200, 0.03
-ROUNDS = 4
+STEPS, ROUNDS, LR = 200, 4, 0.03
 RACES = (("ours", "examples"), ("ours", "tutorial"), ("ours, bf16", "examples"), ("ours, bf16", "tutorial"))
 GOALS = {1: (1.55, 1.85, 2.4, None), 2: (1.9, 2.1, 2.8, None)}  # by threads, of RACES
 KINDS = {"examples": "pytorch/examples' way", "tutorial": "Lightning's tutorial way"}
+PROGRAMS = {"examples": "torch_examples.py", "tutorial": "lightning_tutorial.py"}
 ACCURACY = 0.02  # most that the sides' test accuracy after SAVE_AT steps may differ: their orders of samples do
 SAVE_AT = 1000
 
 
-def measure(data_dir: str, threads: int, folder: Path) -> list[Row]:
-    """All races with a number of threads.
+def epoch(data_dir: str, folder: Path) -> list[Row]:
+    """All races, with one and with two threads.
 
     Raises:
         RuntimeError: the sides have not learnt the same.
     """
-    epochs = "2"
-    base = ["--data-dir", data_dir, "--threads", str(threads), "--epochs", epochs, "--lr", str(LR)]
-    examples = [str(OPPONENTS / "torch_examples.py"), *base]
-    tutorial = [str(OPPONENTS / "lightning_tutorial.py"), *base]
-    ours = [str(OPPONENTS / "lockstep_train.py"), "data=mnist", f"data_dir={data_dir}", "data.augment=null", f"lr={LR}"]
-    ours += ["data.val_fraction=0", "scheduler=constant", f"threads={threads}", f"max_epochs={epochs}"]
-    ours += ["callbacks.checkpoint.monitor=null", f"outputs={folder}/runs"]
+    return [line for threads in GOALS for line in _races(data_dir, threads, folder)]
+
+
+def _races(data_dir: str, threads: int, folder: Path) -> list[Row]:
+    ours = [*TRAIN, "data=mnist", f"data_dir={data_dir}", "data.augment=null", "data.val_fraction=0", f"lr={LR}"]
+    ours += ["scheduler=constant", f"threads={threads}", "max_epochs=2", "callbacks.checkpoint.monitor=null"]
+    ours += [f"outputs={folder}/runs"]
     commands = {"ours": [ours], "ours, bf16": [[*ours, "precision=bf16-mixed"]]}
-    for workers in ("0", "2"):
-        commands[f"examples, {workers} workers"] = [[*examples, "--workers", workers]]
-        commands[f"tutorial, {workers} workers"] = [[*tutorial, "--workers", workers]]
-    heats = [[f"{kind}, {workers} workers" for workers in ("0", "2")] for kind in KINDS]  # whatever is better for them
+    for kind, program in PROGRAMS.items():
+        base = [str(OPPONENTS / program), "--data-dir", data_dir, "--threads", str(threads)]
+        for workers in ("0", "2"):
+            commands[f"{kind}, {workers}"] = [[*base, "--epochs", "2", "--lr", str(LR), "--workers", workers]]
+    heats = [[f"{kind}, {workers}" for workers in ("0", "2")] for kind in KINDS]  # whatever is better for them
     found = play(commands, ROUNDS, STEPS, skip=0, save_at=SAVE_AT, threads=threads, heats=heats, folder=folder)
     learnt = {side: accuracy(outcome.weights, data_dir) for side, outcome in found.items()}
-    if max(learnt.values()) - min(learnt.values()) > ACCURACY:
+    least, most = min(learnt.values()), max(learnt.values())
+    if most - least > ACCURACY:
         raise RuntimeError(f"test accuracy after {SAVE_AT} steps: {learnt}")
     rows = []
     for (side, kind), goal in zip(RACES, GOALS[threads], strict=True):
         other = next(outcome for name, outcome in found.items() if name.startswith(kind))
         name = f"MNIST, batch 64, {threads} thread{'s' * (threads > 1)}, {side}: times as fast as {KINDS[kind]}"
-        told = f"test accuracy {learnt[side]:.1%}; all sides {min(learnt.values()):.1%} to {max(learnt.values()):.1%}"
+        told = f"test accuracy {learnt[side]:.1%}; all sides {least:.1%} to {most:.1%}"
         rows.append(faster(name, found[side].blocks, other.blocks, goal, check=told))
     return rows
 

@@ -1,6 +1,6 @@
-"""The MNIST program of pytorch/examples, written anew after its description, for scripts/time_to_accuracy.py to race:
+"""The MNIST program of pytorch/examples, written anew after its description, for time_to_accuracy.py to race:
 
-    python scripts/opponents/examples_mnist.py --data-dir <folder with MNIST/> --target 0.99
+    python scripts/bench/opponents/examples_mnist.py --data-dir <folder with MNIST/> --target 0.99
 
 Same network, optimizer, schedule, batch sizes and data path: torchvision's MNIST through per-image transforms and a
 DataLoader. Added: it ends once an epoch's test accuracy reaches --target, and it says the seconds since it began.

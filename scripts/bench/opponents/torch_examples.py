@@ -1,7 +1,7 @@
 """The way of pytorch/examples' MNIST program, with this project's network: torchvision's data set and transforms, a
 DataLoader, a loop with a line every 10 steps.
 
-    python scripts/opponents/torch_examples.py --data-dir data --workers 0 --threads 1
+    python scripts/bench/opponents/torch_examples.py --data-dir data --workers 0 --threads 1
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Every claim about speed, measured: ours against what one would run instead.
 
-    python scripts/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
-    python scripts/benchmark.py step limit                           # some
-    python scripts/benchmark.py gpu                                  # left out above where there is no GPU
+    python scripts/bench/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
+    python scripts/bench/benchmark.py step pieces                          # some
+    python scripts/bench/benchmark.py gpu                                  # left out above where there is no GPU
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
@@ -13,7 +13,6 @@ Exit codes: 0 measured, 1 a part failed, 2 bad input.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import subprocess
 import sys
@@ -25,72 +24,33 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import epochs, gpu, limit, picture, pieces, programs, scaling, steps
-from benchmarks.players import Row
+from machine import cpu_name
+from parts import picture, programs, steps
+from parts.epochs import epoch
+from parts.gpu import gpu
+from parts.players import Row
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from time_to_accuracy import CommandFailed
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.machine import cores, gpu_count
 from lockstep.run.checks import ROOT, unknown
 from lockstep.run.summary import git_info, versions, write_summary
 
-Part = Callable[[Path, str], tuple[list[Row], dict[str, Any]]]
-
-
-def step(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    return [line for name in steps.CASES for line in steps.measure(name, folder)], {}
-
-
-def epoch(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    return [line for threads in epochs.GOALS for line in epochs.measure(data_dir, threads, folder)], {}
-
-
-def scale(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    return [line for model in scaling.CASES for line in scaling.measure(model, folder)], {}
-
-
-def cut(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    return [line for model in pieces.SIZES for line in pieces.measure(model, folder)] + [pieces.collectives(folder)], {}
-
-
-def distance(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    found = limit.measure(folder)
-    rows = [
-        Row(
-            f"{one.model}, {one.precision}: GFLOP/s of convolutions and matrix products, against the best here",
-            one.gflops,
-            max(one.best.values()),
-            one.gflops / max(one.best.values()),
-            None,
-            unit="GFLOP/s",
-            check=", ".join(f"{part} {share:.1%}" for part, share in one.parts.items() if share > 0.01),
-        )
-        for one in found
-    ]
-    return rows, {"limits": [asdict(one) for one in found]}
-
-
-def on_gpu(folder: Path, data_dir: str) -> tuple[list[Row], dict[str, Any]]:
-    rows = [line for case in gpu.GPU_CASES for line in gpu.measure(case, folder)]
-    return rows + [gpu.synchronisations(case, folder) for case in gpu.GPU_CASES], {}
-
-
-PARTS: dict[str, Part] = {
-    "step": step,
-    "epoch": epoch,
-    "start": programs.start,
-    "scaling": scale,
-    "pieces": cut,
-    "accuracy": programs.accuracy,
-    "memory": programs.memory,
-    "limit": distance,
-    "gpu": on_gpu,
+PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
+    "step": lambda folder, _: steps.step(folder),
+    "epoch": lambda folder, data_dir: epoch(data_dir, folder),
+    "start": lambda *_: programs.start(),
+    "scaling": lambda folder, _: steps.scaling(folder),
+    "pieces": lambda folder, _: steps.pieces(folder),
+    "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
+    "memory": lambda *_: programs.memory(),
+    "gpu": lambda folder, _: gpu(folder),
 }
 NEED_MNIST = {"epoch", "accuracy"}
 
@@ -115,7 +75,6 @@ def main() -> int:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells that it starts and ends
     console = Console()
     if not console.is_terminal:
         console.width = 150
@@ -124,15 +83,15 @@ def main() -> int:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows, more = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
-            except (RuntimeError, subprocess.SubprocessError, CommandFailed, WorkerFailed, Refusal) as error:
+                rows = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
+            except (RuntimeError, subprocess.SubprocessError, CommandFailed, Refusal) as error:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue
         seconds = time.perf_counter() - began
         console.print(table(part, rows, seconds))
         options.json.mkdir(parents=True, exist_ok=True)
-        found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows], **more}
+        found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows]}
         write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
     picture.draw(options.json, options.json.parent / "performance.png")
     return int(failed)
@@ -140,19 +99,9 @@ def main() -> int:
 
 def here() -> dict[str, Any]:
     """Where and when: what figures are worth nothing without."""
-    names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
-    machine = {
-        "processor": names[0] if names else platform.processor(),
-        "cores": cores(),
-        "system": platform.platform(),
-    }
+    machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"machine": machine, "date": date, "versions": versions(), "git": git_info()}
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def table(part: str, rows: list[Row], seconds: float) -> Table:

@@ -1,0 +1,130 @@
+"""Whole programs: from the command to the first step, the memory that they take, and how fast they learn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+import time_to_accuracy
+from parts.players import Row, row
+
+from lockstep.run.checks import ROOT
+
+BARE = "importing torch, torchvision, lightning"
+START_GOAL, LATER_GOAL = 1.15, 1.5  # of the bare imports; seconds of ddp over one device, and of a sweep's further job
+MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
+MEMORY_GOAL = 1.1  # a worker's peak over the bare loop's, at most
+ACCURACY_GOALS = {"mnist_fast": 20.0, "mnist_best": 7.0}  # times as fast as the opponent
+
+
+def start(rounds: int = 3) -> list[Row]:
+    """From the command to its first step and to its end. Each round runs, one after the other: the bare imports; a run
+    on one device; one on two ddp workers; a sweep of three jobs. A run's seconds are those of its summary.json, from
+    the first line of train.py to the end of the first step, plus what the interpreter takes to get there."""
+    bare, one, two, whole, further = [], [], [], [], []
+    for _ in range(rounds):
+        interpreter = seconds("-c", "pass")
+        bare.append(seconds("-c", BARE.replace("importing", "import")))
+        (first,), _, took = train("max_steps=2")
+        one.append(first + interpreter)
+        whole.append(took)
+        (first,), *_ = train("max_steps=2", "strategy=ddp", "devices=2")
+        two.append(first + interpreter)
+        _, ends, _ = train("max_steps=2", "-m", "seed=0,1,2")
+        further.append(median(end - before for before, end in pairwise(ends)))
+    later, job = median(two) - median(one), median(further)
+    return [
+        row(f"command to first step: against {BARE}", one, bare, START_GOAL),
+        row(f"command to exit, with two steps and a test: against {BARE}", whole, bare, None),
+        Row("ddp on 2 to its first step: seconds later than one device", median(two), median(one), later, LATER_GOAL),
+        Row("a further job of a sweep, whole: its seconds", job, median(whole), job, LATER_GOAL),
+    ]
+
+
+def train(*overrides: str) -> tuple[list[float], list[float], float]:
+    """Of each job: seconds to its first step, and when it ended; seconds of the whole command."""
+    with tempfile.TemporaryDirectory() as outputs:
+        whole = seconds("src/train.py", *overrides, f"outputs={outputs}")
+        files = sorted(Path(outputs).rglob("summary.json"), key=lambda file: file.stat().st_mtime)
+        firsts = [json.loads(file.read_text())["throughput"]["seconds_to_first_step"] for file in files]
+        return firsts, [file.stat().st_mtime for file in files], whole
+
+
+def seconds(*command: str) -> float:
+    """How long a Python program runs."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def memory() -> list[Row]:
+    """What a worker keeps in memory, against a bare loop that does the same: both train on images of 28 x 28 in memory,
+    in turn, and ours validates and tests besides. The peak is the kernel's own (VmHWM); beside it the proportional
+    memory of all processes of a run (PSS), in which shared pages count once. Linux only."""
+    rows = []
+    for model, (batch_size, steps, samples) in MEMORY_CASES.items():
+        bare = ["scripts/bench/opponents/bare_memory.py", model, *map(str, (batch_size, steps, samples))]
+        other, other_total = watch(bare, workers=False)
+        for devices in (1, 2):
+            with tempfile.TemporaryDirectory() as outputs:
+                run = ["src/train.py", f"model={model}", "data=synthetic", f"data.samples={samples}"]
+                run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"devices={devices}"]
+                ours, total = watch([*run, f"outputs={outputs}"], workers=True)
+            what = f"{model}{', ddp 2' * (devices > 1)}: a worker's peak resident memory, against a bare loop's"
+            told = f"all processes together, shared pages once: {total:.0f} against {other_total:.0f} MiB"
+            rows.append(row(what, [ours], [other], MEMORY_GOAL, unit="MiB", check=told))
+    return rows
+
+
+def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
+    """Runs a program to its end; MiB at the peak of its largest worker (or of itself), and PSS of all its processes."""
+    peak, total = 0.0, 0.0
+    arguments = [sys.executable, *command]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while process.poll() is None:
+            with suppress(OSError):  # one that ends meanwhile
+                listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                measured = listed if workers else [str(process.pid)]
+                peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in measured)])
+                total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, str(process.pid)}))
+            time.sleep(0.02)
+        said = process.stderr.read() if process.stderr else None
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, arguments, stderr=said)
+    return peak, total
+
+
+def kept(pid: str, file: str, name: str) -> float:
+    """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
+    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
+
+
+def accuracy(data_dir: str) -> list[Row]:
+    """The recipes against the program of pytorch/examples."""
+    racers = time_to_accuracy.measure(data_dir)
+    other = racers[time_to_accuracy.OPPONENT]
+    rows = []
+    for name, goal in ACCURACY_GOALS.items():
+        racer = racers[name]
+        reached = ", ".join(f"{value:.2%}" for value in racer.accuracy)
+        rows.append(
+            Row(
+                f"{name}, {racer.target:.1%} of MNIST's test images: times as fast as pytorch/examples to 99.0%",
+                mean(racer.to_result),
+                mean(other.to_result),
+                racer.times_as_fast(other),
+                goal,
+                at_least=True,
+                check=f"test accuracy {mean(racer.accuracy):.2%} ({reached})",
+            )
+        )
+    return rows

@@ -1,0 +1,42 @@
+"""What happens inside a step, from the trace that `debug=profile` writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lockstep.run.checks import ROOT
+
+
+def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
+    """Runs train.py under torch's profiler: how often each event happens in an optimizer step, by its name.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as outputs:
+        command = [sys.executable, "src/train.py", "debug=profile", *overrides, f"outputs={outputs}"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        (path,) = Path(outputs).rglob("trace.json")
+        return per_step(json.loads(path.read_text())["traceEvents"])
+
+
+def per_step(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Events that begin in a step, on the host or on the GPU: of all steps the one in the middle, since some talk more
+    (about once a second ranks ask each other for signals)."""
+    events = [event for event in events if "dur" in event]
+    steps = [e for e in events if e["name"].startswith("ProfilerStep") and "gpu" not in str(e.get("cat"))]
+    starts, end = sorted(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
+    counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(starts))
+    for event in events:
+        if starts[0] <= event["ts"] <= end:
+            counts[event["name"]][bisect_right(starts, event["ts"]) - 1] += 1
+    return {name: median(found) for name, found in counts.items()}

@@ -1,0 +1,91 @@
+"""What legitimately differs between two runs, how much, and the switch that removes it.
+
+Each pair of runs differs in one thing, and is compared in bits, weights and test accuracy; where there is a switch, the
+same pair again with it. Another seed stands at the end, for scale. Kinds of GPU round differently as well; that takes
+two of them, and is not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trials.trial import Outcome, Trial, counted, difference, run
+
+from lockstep.loading import Splits
+from lockstep.run.config import Config
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two configs that differ in one thing, and again with the switch that removes it."""
+
+    name: str
+    one: Changes
+    other: Changes
+    switch: str = "-"
+    switched: tuple[Changes, Changes] | None = None
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How two runs differ: relative weights (norms, the largest of all tensors), test accuracy in points."""
+
+    same_bits: bool
+    weights: float
+    accuracy: float
+
+    def __str__(self) -> str:
+        return "same bits" if self.same_bits else f"{self.weights:.0e}, {self.accuracy:+.2f}"
+
+
+def pairs(config: Config, model: Changes) -> list[Pair]:
+    """What is compared for a model; all keys not named are the same. A step has the config's pieces."""
+    pieces = config.layout.pieces
+    one: Changes = {"strategy": {"name": "auto"}, "devices": 1, "pieces": pieces, "accumulate_grad_batches": None}
+    one |= {"exact": True, "threads": 1, "precision": "32-true"}
+    two, halves = one | {"strategy": {"name": "ddp"}, "devices": 2}, {"pieces": pieces // 2}
+    what, without, switch = f"another number of pieces ({pieces}, {pieces // 2})", None, "-"
+    if "norm" in model:
+        what, switch, without = f"{what}, BatchNorm", "`model.norm=group`", one | {"model": model | {"norm": "group"}}
+    elif model.get("dropout"):
+        what, switch, without = f"{what}, dropout", "`model.dropout=0`", one | {"model": model | {"dropout": 0.0}}
+    default = {"exact": False}
+    return [
+        Pair("order of summation (1 device, ddp on 2)", one | default, two | default, "`exact=true`", (one, two)),
+        Pair(what, one, one | halves, switch, (without, without | halves) if without else None),
+        Pair("`precision=bf16-mixed`", one, one | {"precision": "bf16-mixed"}, "`precision=32-true`"),
+        Pair("2 CPU threads in a worker", one, one | {"threads": 2}, "`threads=1`, as `exact=true` sets", (one, two)),
+        Pair("for scale: another seed", one, one | {"seed": config.seed + 1}),
+    ]
+
+
+def measure(
+    config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
+) -> tuple[list[dict[str, Any]], str]:
+    """All pairs: their numbers, and a table as docs/parity.md holds it."""
+    known: dict[str, Outcome] = {}
+
+    def outcome(changes: Changes) -> Outcome:
+        key = repr(sorted(changes.items()))
+        if key not in known:
+            known[key] = run(Trial("", changes), raw, steps, splits, folder / f"{len(known):02d}")
+        return known[key]
+
+    def effect(one: Changes, other: Changes) -> Effect:
+        a, b = outcome(one), outcome(other)
+        points = 100 * (b.metrics.get("test/acc", 0.0) - a.metrics.get("test/acc", 0.0))
+        return Effect(a.sha256 == b.sha256, difference(b.weights, a.weights), points)
+
+    rows = []
+    lines = ["| what differs | other bits | weights | accuracy, points | removed by | what is then left |"]
+    lines.append("|---|---|---|---|---|---|")
+    for pair in counted(pairs(config, raw["model"]), "pair"):
+        found, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
+        rows.append({"pair": pair.name, "effect": asdict(found), "left": asdict(left) if left else None})
+        numbers = f"{'no' if found.same_bits else 'yes'} | {found.weights:.0e} | {found.accuracy:+.2f}"
+        lines.append(f"| {pair.name} | {numbers} | {pair.switch} | {left or '-'} |")
+    return rows, "\n".join(lines)
