@@ -229,7 +229,7 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     batch_size = before.get("batch_size", config.batch_size)
     if optimizer is not None and optimizer != chosen:
-        raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
+        raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != config.batch_size:
         raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
     if checkpoint["global_step"] > steps:
