@@ -15,11 +15,13 @@ import torch
 from conftest import ROOT, Program, summary_of
 from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
+from torch.nn.functional import cross_entropy
 
 from lockstep.loading import open_data
-from lockstep.run.build import make_loggers
 from lockstep.run.config import check
 from lockstep.run.library import compose
+from lockstep.run.loggers import make_loggers
+from project.models import MnistCNN
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for part in ("src", "conf"):
         shutil.copytree(ROOT / part, project / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     blocks = BLOCK.findall(page)
-    assert len(blocks) == page.count("```") // 2 == 12  # none is left out
+    assert len(blocks) == page.count("```") // 2 == 13  # none is left out
     for name, text in blocks:
         with (project / name).open("a") as file:
             file.write(text + "\n\n")
@@ -52,30 +54,44 @@ def test_the_model_trains_on_two_devices(followed: list[Path]) -> None:
     assert summary["metrics"]["test/acc"] > 0.8
 
 
-def test_an_own_loss_and_optimizer_are_used(followed: list[Path]) -> None:
-    assert summary_of(followed[1])["metrics"]["test/acc"] > 0.8
-    state = torch.load(followed[1] / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]
-    assert [group["lr"] for group in state["param_groups"]] == [0.001, 0.002]
-    assert "square_avg" in state["state"][0]  # RMSprop's
+def test_an_installed_network_learns_its_classes_from_the_data(followed: list[Path]) -> None:
+    assert summary_of(followed[1])["model"] == "shuffle"
+    state = torch.load(followed[1] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert "net.conv5.0.weight" in state
+    assert len(state["net.fc.weight"]) == 10
 
 
-def test_a_network_and_an_optimizer_come_by_yaml_alone(followed: list[Path]) -> None:
-    assert summary_of(followed[2])["model"] == "shuffle"
-    checkpoint = torch.load(followed[2] / "checkpoints" / "last.ckpt", weights_only=True)
-    assert "net.conv5.0.weight" in checkpoint["state_dict"]
-    (state,) = checkpoint["optimizer_states"]
-    assert [group["weight_decay"] for group in state["param_groups"]] == [0.0001, 0.0]
-    assert "square_avg" in state["state"][0]  # RMSprop's
+def test_an_own_loss_is_used(followed: list[Path]) -> None:
+    metrics = summary_of(followed[2])["metrics"]
+    assert metrics["test/acc"] > 0.8
+    checkpoint = torch.load(followed[2] / "checkpoints" / "best.ckpt", weights_only=True)
+    net = MnistCNN(channels=1, image_size=28, num_classes=10).eval()
+    net.load_state_dict(checkpoint["state_dict"])
+    splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
+    images, labels = splits.test.__getitems__(range(len(splits.test)))
+    with torch.no_grad():
+        losses = cross_entropy(net((images / 255 - splits.spec.mean[0]) / splits.spec.std[0]), labels, reduction="none")
+    assert metrics["test/loss"] == pytest.approx(float(((1 - losses.neg().exp()) * losses).mean()), rel=1e-4)
+    assert metrics["test/loss"] != pytest.approx(float(losses.mean()), rel=1e-2)  # the control
+
+
+def test_an_optimizer_and_a_schedule_come_by_yaml_alone(followed: list[Path]) -> None:
+    checkpoint = torch.load(followed[3] / "checkpoints" / "last.ckpt", weights_only=True)
+    (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0001, 0.0]
+    assert [group["initial_lr"] for group in optimizer["param_groups"]] == [0.001, 0.001]
+    assert "square_avg" in optimizer["state"][0]  # RMSprop's
+    assert schedule["T_max"] == schedule["last_epoch"] == summary_of(followed[3])["steps"]
 
 
 def test_the_data_is_learnt(followed: list[Path]) -> None:
-    summary = summary_of(followed[3])
+    summary = summary_of(followed[4])
     assert (summary["data"], summary["metrics"]["test/acc"]) == ("stripes", 1.0)
 
 
 def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
-    folder = followed[4]
+    folder = followed[5]
     state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
@@ -89,18 +105,18 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
 
 
 def test_a_callback_ends_the_run(followed: list[Path]) -> None:
-    summary = summary_of(followed[5])
+    summary = summary_of(followed[6])
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
-    best = torch.load(followed[5] / "checkpoints" / "best.ckpt", weights_only=True)
+    best = torch.load(followed[6] / "checkpoints" / "best.ckpt", weights_only=True)
     assert 0 <= summary["epochs"] - (best["epoch"] + 1) <= 2  # its patience; of equals the later one is the best
     assert summary["metrics"]["test/acc"] > 0.8
 
 
 def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
-    with (followed[6] / "table" / "metrics.csv").open() as file:
+    with (followed[7] / "table" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
-    assert not (followed[6] / "tensorboard").exists()
+    assert not (followed[7] / "tensorboard").exists()
 
 
 def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
         "images": (images.float() / 255 - mean) / std,
         "labels": labels,
         "classes": splits.spec.num_classes,
-        "order": [ids[torch.from_numpy(order.step(*plan.position(step)))] for step in range(steps)],
+        "order": [ids[torch.from_numpy(order.step(*order.position(step)))] for step in range(steps)],
         "weights": [parameter.detach() for parameter in make_module(config, splits).parameters()],
         "lr": LR,
     }

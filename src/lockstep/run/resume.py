@@ -230,7 +230,7 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
     if optimizer is not None and optimizer != chosen:
-        raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
+        raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
         raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
     if checkpoint["global_step"] > steps:
