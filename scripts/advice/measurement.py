@@ -108,7 +108,7 @@ def block(
         gradients, watch = Silent(trainer.strategy), FiniteGradientCheck(config.nonfinite, 1)
         trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
     module = make_module(config, splits)
-    compile_module(config, module, trainer)
+    compile_module(config, module)
     trainer.fit(module, datamodule=data)
     return [end - start for start, end in itertools.pairwise(clock.ends[WARMUP - 1 :])]
 

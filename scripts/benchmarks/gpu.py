@@ -150,7 +150,7 @@ def _profiled(config: Any, splits: Any, folder: Path) -> dict[str, int]:
 
     module = make_module(config, splits)
     trainer = make_trainer(config, folder, [*make_callbacks(config, splits, folder, module), FiniteGradientCheck()])
-    compile_module(config, module, trainer)
+    compile_module(config, module)
     trainer.fit(module, datamodule=make_data(config, splits, 0))
     return counted(profiler.events() or [])
 

@@ -135,7 +135,7 @@ def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> di
     trainer = make_trainer(config, folder, [DummyBatchOnEmptyRank(), record])
     if fault is not None:
         FAULTS[fault](trainer, module, data)
-    compile_module(config, module, trainer)
+    compile_module(config, module)
     trainer.fit(module, datamodule=data)
     state = trainer.strategy.lightning_module_state_dict()
     if rank == 0:

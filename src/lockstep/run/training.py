@@ -85,10 +85,11 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
         _optimizer_stays(module, resumed, config)
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
-    compile_module(config, module, trainer)
+    compile_module(config, module)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
+        chosen = fast.describe(module, config.compile is not None)
+        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, chosen))
         for message in _resumption(config, splits, resumed):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)

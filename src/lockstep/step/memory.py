@@ -269,3 +269,14 @@ def _plain(value: Any) -> bool:
 def _kept(value: Any) -> tuple[Any, Any]:
     copy = value.detach().clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
     return value, copy
+
+
+def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
+    """What to say of a step that failed: that memory ran out and what takes less of it; None if it failed otherwise."""
+    if not (isinstance(error, RuntimeError) and out_of_memory(error)):
+        return None
+    wrong = f"step {step_batch.step + 1}: out of memory in pieces of {layout.piece_size} samples"
+    finer = next(layout.finer(), None)
+    if finer is None:
+        return f"{wrong}; the batch_size can't be cut finer"
+    return f"{wrong}; pieces={finer.pieces} (accumulate_grad_batches={finer.accumulate}) takes less"
