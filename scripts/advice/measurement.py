@@ -22,8 +22,8 @@ from lockstep.run.build import compile_module, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.loop import StepLoop
 from lockstep.step.memory import MIB, Memory
+from lockstep.step.passes import StepPasses
 
 SIZES = [1 << bits for bits in range(10, 27, 2)]  # bytes that are all-reduced
 WARMUP = 3  # steps
@@ -106,7 +106,8 @@ def block(
     trainer.limit_val_batches = 0
     if silent:
         gradients, watch = Silent(trainer.strategy), FiniteGradientCheck(config.nonfinite, 1)
-        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, watch, config.seed, memory)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop.passes = StepPasses(gradients, watch, config.seed)
     module = make_module(config, splits)
     compile_module(config, module)
     trainer.fit(module, datamodule=data)

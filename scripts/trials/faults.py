@@ -14,20 +14,20 @@ from lockstep.loading import DataModule
 
 
 def _weights(trainer: pl.Trainer, weight: Any) -> None:
-    """Replaces what a turn's mean loss counts for, `weight(turn, processes)`."""
-    gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
-    gradients.weight = lambda turn, share: weight(turn, gradients.processes)
+    """Replaces what a micro-batch's mean loss counts for, `weight(micro_batch, world_size)`."""
+    gradients = trainer.fit_loop.epoch_loop.passes.gradients  # type: ignore[attr-defined]
+    gradients.weight = lambda micro_batch, step_batch: weight(micro_batch, gradients.world_size)
 
 
 def rounding(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule, seed: int) -> None:
     """Every step's gradient is off by as many roundings as it has pieces, up or down: the yardstick. Adding pieces in
     another order does no more, and usually less."""
-    gradients = trainer.fit_loop.epoch_loop.automatic_optimization.gradients  # type: ignore[attr-defined]
+    gradients = trainer.fit_loop.epoch_loop.passes.gradients  # type: ignore[attr-defined]
     generator, finish = torch.Generator().manual_seed(seed), gradients.finish
     size = 2 * roundoff(str(trainer.precision)) * data.layout.pieces
 
-    def rounded(share: Any) -> None:
-        finish(share)
+    def rounded(step_batch: Any) -> None:
+        finish(step_batch)
         for gradient in (p.grad for p in module.parameters() if p.grad is not None):
             signs = torch.randint(0, 2, gradient.shape, generator=generator).to(gradient) * 2 - 1
             partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
@@ -43,12 +43,13 @@ def permuted(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) 
 
 def summed(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
     """The pieces' gradients are added, not averaged."""
-    _weights(trainer, lambda turn, processes: float(len(turn.pieces) * processes))
+    _weights(trainer, lambda micro_batch, world_size: float(len(micro_batch.pieces) * world_size))
 
 
 def windowed(trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> None:
     """Every piece counts as in a full step, the short tail's too: accumulation as Lightning does it (#19987)."""
-    _weights(trainer, lambda turn, processes: len(turn.pieces) * processes / data.layout.pieces)
+    pieces = data.layout.pieces
+    _weights(trainer, lambda micro_batch, world_size: len(micro_batch.pieces) * world_size / pieces)
 
 
 FAULTS: dict[str, Any] = {fault.__name__: fault for fault in (permuted, summed, windowed)}
