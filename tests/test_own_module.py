@@ -243,6 +243,13 @@ class Synced(LitDigits):
         return loss
 
 
+class SyncedEpoch(LitDigits):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+
 class Means(LitDigits):  # logged as in Lightning's tutorials
     def __init__(self):
         super().__init__()
@@ -253,7 +260,7 @@ class Means(LitDigits):  # logged as in Lightning's tutorials
         self.train_accuracy(logits, batch[1])
         self.log("train/acc", self.train_accuracy, on_step=False, on_epoch=True)
         loss = F.cross_entropy(logits, batch[1])
-        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("train/loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_start(self, batch, batch_idx):
@@ -577,31 +584,39 @@ def variant(project: Path, outputs: Path, name: str, *overrides: str, ok: bool =
     return train(*task, cwd=project, ok=ok)
 
 
-def test_ranks_with_unequal_turns_log_together(variants: Path, tmp_path: Path) -> None:
-    """Each `self.log(..., sync_dist=True)` would be a collective, and one rank makes two of them, the other one."""
-    shared = ("strategy=ddp", "devices=2", "pieces=3", "hang_timeout=20", "logger=csv", "log_every=1", "max_steps=1")
-    run = variant(variants, tmp_path / "shared", "Synced", *shared)
-    plain = variant(variants, tmp_path / "alone", "Synced", "pieces=3", "logger=csv", "log_every=1", "max_steps=1")
-    files = [r.folder / "csv" / "metrics.csv" for r in (run, plain)]
-    logged = [float(next(csv.DictReader(file.read_text().splitlines()))["train/loss"]) for file in files]
-    assert abs(logged[0] - logged[1]) > 1e-4  # the mean of two ranks' last pieces, not that of one
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Gathers", "training_step can't gather from other ranks"),
+        ("Synced", "training_step can't log with sync_dist=True"),
+        ("SyncedEpoch", "training_step: self.log('train/loss', sync_dist=True) would wait for other ranks; return it"),
+    ],
+)
+def test_what_talks_to_other_ranks_inside_a_step_is_refused(
+    variants: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    """One rank has two micro-batches, the other one: they would wait for each other."""
+    run = variant(variants, tmp_path, name, "strategy=ddp", "devices=2", "pieces=3", "hang_timeout=20", ok=False)
+    assert run.returncode == 2, str(run)
+    assert said in run.stderr
+    assert variant(variants, tmp_path / "one", name, "pieces=3", "max_steps=1").returncode == 0
 
 
 def test_an_epoch_that_goes_on_where_a_rank_has_no_sample_left(variants: Path, tmp_path: Path) -> None:
-    """It has logged nothing by the epoch's end, and yet must join what Lightning starts there for the others' means."""
+    """It has logged no metric by the epoch's end, and would not join what the others start there."""
     short = ("batch_size=20", "pieces=2", "max_epochs=1", "hang_timeout=20")  # 81 samples: 4 x 20 + 1
-    run = variant(variants, tmp_path / "shared", "Means", *short, "strategy=ddp", "devices=2", "max_steps=4")
-    copy = shutil.copytree(run.folder, tmp_path / "copy" / "run")
-    shared = go_on(variants, run.folder, "max_steps=null")
-    alone = go_on(variants, copy, "max_steps=null", "strategy=auto", "devices=1")
-    assert shared["steps"] == alone["steps"] == 5
-    assert shared["metrics"]["train/acc"] == alone["metrics"]["train/acc"]
-    for name in ("train/loss", "train/number", "train/end"):
-        assert shared["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-12), name
+    run = variant(variants, tmp_path, "Means", *short, "strategy=ddp", "devices=2", "max_steps=4")
+    train = Program(tmp_path, str(variants / "src" / "train.py"))
+    refused = train(f"resume={run.folder}", "max_steps=null", cwd=variants, ok=False)
+    assert refused.returncode == 2, str(refused)
+    assert (
+        "training_step logs train/acc, but the run goes on with a step in which a rank has no sample" in refused.stderr
+    )
+    assert go_on(variants, run.folder, "max_steps=null", "strategy=auto", "devices=1")["steps"] == 5
 
 
 def test_hooks_of_a_step_log_means_over_its_samples(variants: Path, tmp_path: Path) -> None:
-    layouts = (), ("strategy=ddp", "devices=2"), ("strategy=ddp", "devices=4", "callbacks.throughput=null")
+    layouts = (), ("strategy=ddp", "devices=2"), ("strategy=ddp", "devices=4", "callbacks.meter=null")
     found = [
         variant(variants, tmp_path / str(n), "Means", *layout).summary["metrics"] for n, layout in enumerate(layouts)
     ]
@@ -750,14 +765,6 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(variants: Path, tmp_
         assert run.returncode == (1 if launcher else 2), str(run)
         assert run.summary["status"] == "failed"
         assert run.summary["error"].endswith("the file that is broken"), run.summary["error"]
-
-
-def test_gathering_inside_a_step_is_refused(variants: Path, tmp_path: Path) -> None:
-    """One rank has two turns, the other one: they would wait for each other."""
-    run = variant(variants, tmp_path, "Gathers", "strategy=ddp", "devices=2", "pieces=3", "hang_timeout=20", ok=False)
-    assert run.returncode == 2, str(run)
-    assert "training_step can't gather from other ranks" in run.stderr
-    assert variant(variants, tmp_path / "one", "Gathers", "pieces=3", "max_steps=1").returncode == 0
 
 
 def test_buffers_survive_a_step_on_scattered_devices(variants: Path, tmp_path: Path) -> None:

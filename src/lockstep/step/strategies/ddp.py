@@ -131,8 +131,8 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def _refuse_inside(self, what: str) -> None:
         if self._inside:
             raise Refusal(
-                f"strategy=ddp: training_step can't {what}: these may have fewer pieces, and a step would be another "
-                "one on each layout; return the number beside the loss, and its mean over all samples is measured"
+                f"strategy=ddp: training_step can't {what}: other ranks may have fewer pieces, and a step would be "
+                "another one on each layout; return a number beside the loss, and its mean over all samples is measured"
             )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
