@@ -1,7 +1,6 @@
 """The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
 
-It leans on private names of Lightning (lockstep/loop.py lists them); these tests fail when upstream changes them.
-Lightning's own loop is the reference throughout: what ours leaves out must not be seen by anybody.
+It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
 from lockstep.loading.augment import Augment
 from lockstep.step.batch import StepBatch
@@ -184,9 +183,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("net", [Net, Loud])
-def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dict[str, Any]) -> None:
-    ours, theirs = (Loud([]) if net is Loud else Net(norm=True) for _ in range(2))
+def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, theirs = Loud([]), Loud([])
     trainer, calls = fit(tmp_path, ours, ours=True, logger=Logs(), log_every_n_steps=2, **options)
     plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
     assert calls == expected
@@ -246,12 +244,65 @@ class Zeroes(Looks):
 
 def test_gradients_go_before_the_forward_pass_where_nobody_hears_of_it(tmp_path: Path) -> None:
     unheard, heard, own = Looks(), Looks(), Zeroes()
-    fit(tmp_path, unheard, True, record=False)
-    fit(tmp_path, heard, True)
-    fit(tmp_path, own, True, record=False)
+    for module, record in ((unheard, False), (heard, True), (own, False)):
+        fit(tmp_path, module, True, record=record)
     assert unheard.there == [False] * 6
     assert heard.there == own.there == [False, True, True] * 2  # as in Lightning's loop; validation takes them too
     assert torch.equal(weights(unheard), weights(heard))
+
+
+class Tells(Net):
+    """Returns more than its loss, and keeps what it is told of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, torch.Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        right = (logits.argmax(1) == batch[1]).double().mean()
+        return {"loss": F.cross_entropy(logits, batch[1]), "acc": right, "size": len(logits), "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(batch, StepBatch)
+        assert all(value.shape == () and not value.requires_grad for value in outputs.values())
+        self.told.append({name: float(value) for name, value in outputs.items()})
+
+
+def test_a_step_tells_means_over_its_samples(tmp_path: Path) -> None:
+    whole, cut = Tells().double(), Tells().double()
+    fit(tmp_path, whole, ours=True)
+    fit(tmp_path, cut, ours=True, pieces=4)
+    for one, four in zip(whole.told, cut.told, strict=True):
+        assert list(one) == list(four) == ["loss", "acc", "size"]  # numbers only
+        assert (one["loss"], one["acc"]) == pytest.approx((four["loss"], four["acc"]), rel=1e-6)
+    assert [told["size"] for told in cut.told[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
+
+
+class Leaves(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Forgets(Net):
+    def optimizer_step(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [(Leaves, "training_step returned NoneType: a piece"), (Forgets, "optimizer_step of Forgets did not call")],
+)
+def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        fit(tmp_path, net(), ours=True)
+
+
+def test_a_profiler_sees_a_step(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path, Net(), ours=True, profiler="simple", max_epochs=1)
+    seen = trainer.profiler.recorded_durations
+    for name in ("[Strategy]SingleDevice.training_step", "[LightningModule]Net.optimizer_step", "run_training_batch"):
+        assert len(seen[name]) == 3, name
 
 
 class ByEpoch(Net):
@@ -414,25 +465,15 @@ def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
 
 
-def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:
-    module = Broken()
-    fit(tmp_path, module, ours=True, max_steps=1)
-    before = weights(module)
-    module = Broken()
-    trainer, _ = fit(tmp_path, module, ours=True, max_steps=2, policy="skip")
-    assert trainer.global_step == 2
-    assert torch.equal(weights(module), before)
-
-
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_nor_does_it_stay_in_running_statistics(tmp_path: Path, pieces: int) -> None:
-    module = Broken(norm=True)
-    fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
-    once = Broken(norm=True)
+def test_a_step_left_out_changes_nothing(tmp_path: Path, pieces: int) -> None:
+    """Neither weights nor running statistics."""
+    once, module = Broken(norm=True), Broken(norm=True)
     fit(tmp_path, once, ours=True, pieces=pieces, max_steps=1)
-    assert len(list(module.buffers())) > 0
-    for (name, buffer), other in zip(module.named_buffers(), once.buffers(), strict=True):
-        assert torch.equal(buffer, other), name
+    trainer, _ = fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
+    assert trainer.global_step == 2
+    assert torch.equal(weights(module), weights(once))
+    assert not torch.equal(weights(once), weights(Broken(norm=True)))
 
 
 class Overflows(Net):

@@ -11,14 +11,12 @@ change:
 - `_FitLoop`: its `_iteration_based_training`, `_restarting` and `_combined_loader`, where a run goes on.
 - `_LoggerConnector` (how a mean that `self.log` takes is weighted, at which step it is shown, and the `meta` of what
   was logged) and `_SignalConnector` (who hears signals).
-- `_current_fx_name` of a module: the hook for which `self.log` takes what runs.
+- `call`, which calls hooks: under a profiler, and so that `self.log` knows which one runs.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
@@ -38,7 +36,8 @@ from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import overrides
 from lockstep.step.passes import Outputs, StepPasses
 
-_UNSEEN: Any = nullcontext()
+# Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
+HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
 
 
 class StepTrainer(pl.Trainer):
@@ -100,7 +99,8 @@ class StepLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._hooks: _Hooks
+        self._heard: set[str] = set()  # those of HOOKS that somebody implements
+        self._zeroes_early = False  # before the forward pass, so that gradients don't lie beside activations
         self._takes_number = True  # whether `training_step` takes the batch's number
         self._followed: dict[str, int] = {}  # by interval, the step after which what follows a metric was moved last
 
@@ -122,11 +122,14 @@ class StepLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         self._batches_that_stepped = self.global_step
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
-        self._hooks = _Hooks(self.trainer)
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
+        owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+        self._heard = {name for name in HOOKS if any(overrides(owner, name, base) for owner, base in owners)}
+        own_zero_grad = overrides(module, "optimizer_zero_grad", pl.LightningModule)
+        self._zeroes_early = "on_before_zero_grad" not in self._heard and not own_zero_grad  # where nobody sees it
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
         if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
-            module = self.trainer.lightning_module
-            self._hooks.within("on_train_epoch_start", module.on_train_epoch_start)
+            call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
 
     def advance(self, data_fetcher: Any) -> None:
         """One step.
@@ -143,7 +146,7 @@ class StepLoop(_TrainingEpochLoop):
         step_batch = trainer.datamodule.transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
-        skips_epoch = self._hooks("on_train_batch_start", step_batch, number) == -1
+        skips_epoch = self._hook("on_train_batch_start", step_batch, number) == -1
         if skips_epoch:
             progress.increment_by(0, is_last_batch=True)
         else:
@@ -158,7 +161,7 @@ class StepLoop(_TrainingEpochLoop):
             raise StopIteration
         if self.restarting:  # else what follows a metric would not be moved at this epoch's end
             trainer.fit_loop._restarting = False
-        self._hooks("on_train_batch_end", outputs, step_batch, number)
+        self._hook("on_train_batch_end", outputs, step_batch, number)
         connector.on_batch_end()
         progress.increment_completed()
         connector.update_train_step_metrics()
@@ -186,35 +189,43 @@ class StepLoop(_TrainingEpochLoop):
         def forward(batch: Any) -> Any:
             results.batch, results.batch_size = batch, None  # what `self.log` takes a mean's weight from
             args = (batch, number) if self._takes_number else (batch,)
-            return self._hooks.within("training_step", trainer.strategy.training_step, *args)
+            return call._call_strategy_hook(trainer, "training_step", *args)
 
         def backward(loss: Tensor) -> None:
-            self._hooks.within("backward", trainer.strategy.backward, loss, optimizer.optimizer)
+            call._call_strategy_hook(trainer, "backward", loss, optimizer.optimizer)
 
         def zero_grad() -> None:
             counted.zero_grad.increment_ready()
-            self._hooks("on_before_zero_grad", optimizer.optimizer)
+            self._hook("on_before_zero_grad", optimizer.optimizer)
             counted.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
             counted.zero_grad.increment_completed()
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            early = not self._hooks.hear_zero_grad  # gradients don't lie beside activations
-            if early:
+            if self._zeroes_early:
                 zero_grad()
-            outputs.update(self.passes(trainer, step_batch, forward, backward, _nothing if early else zero_grad))
+            later = _nothing if self._zeroes_early else zero_grad
+            outputs.update(self.passes(trainer, step_batch, forward, backward, later))
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
             if self.passes.gradients.world_size > 1:
                 self._refuse_shared_logs(step_batch)
             return outputs["loss"]
 
         counted.step.increment_ready()
-        self._hooks.within("optimizer_step", module.optimizer_step, trainer.current_epoch, number, optimizer, closure)
+        step = (trainer.current_epoch, number, optimizer, closure)
+        call._call_lightning_module_hook(trainer, "optimizer_step", *step)
         counted.step.increment_completed()
         if not outputs:
             raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
         return outputs
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""
+        if name not in self._heard:
+            return None
+        call._call_callback_hooks(self.trainer, name, *args)
+        return call._call_lightning_module_hook(self.trainer, name, *args)
 
     def _refuse_shared_logs(self, step_batch: StepBatch) -> None:
         """Ranks may have unequal numbers of micro-batches, or none: what they log there can't be a collective."""
@@ -267,46 +278,6 @@ class StepLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or (
             is_last_step(self.trainer) and self._should_check_val_epoch()
         )
-
-
-class _Hooks:
-    """Calls the hooks of a step as Lightning does, in its order, the callbacks in theirs, then the module; but only
-    where somebody implements them. Lightning asks everybody, under a profiler's context: 20 us a hook.
-
-    Who implements what is found once; made anew at each epoch, since callbacks may have changed.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.module = trainer.lightning_module
-        names = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
-        self._callbacks: dict[str, list[Callable[..., Any]]] = {
-            name: [getattr(each, name) for each in trainer.callbacks if overrides(each, name, pl.Callback)]
-            for name in names
-        }
-        self._own = {name for name in names if overrides(self.module, name, pl.LightningModule)}
-        seen = overrides(self.module, "optimizer_zero_grad", pl.LightningModule) or "on_before_zero_grad" in self._own
-        self.hear_zero_grad = seen or bool(self._callbacks["on_before_zero_grad"])
-        self._profiler = None if isinstance(trainer.profiler, PassThroughProfiler) else trainer.profiler
-
-    def __call__(self, name: str, *args: Any) -> Any:
-        """Returns what the module's hook does."""
-        for call in self._callbacks[name]:
-            self.within(name, call, self.trainer, self.module, *args)
-        return self.within(name, getattr(self.module, name), *args) if name in self._own else None
-
-    def within(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """`call(*args)`, during which `self.log` takes the hook `name` for the one that runs."""
-        state = self.module.__dict__  # nn.Module's own __setattr__ takes 5 us
-        before, state["_current_fx_name"] = state["_current_fx_name"], name
-        with _UNSEEN if self._profiler is None else self._profiler.profile(f"{_owner(call)}.{name}"):
-            found = call(*args)
-        state["_current_fx_name"] = before
-        return found
-
-
-def _owner(call: Callable[..., Any]) -> str:
-    return type(getattr(call, "__self__", call)).__name__
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:

@@ -65,14 +65,16 @@ class EagerEvaluation(pl.Callback):
     """Runs compiled networks as they are while they are evaluated."""
 
     def on_validation_start(self, *args: Any) -> None:
-        _eager(True)
+        torch.compiler.set_stance("force_eager")
 
     def on_validation_end(self, *args: Any) -> None:
-        _eager(False)
+        torch.compiler.set_stance("default")
 
-    on_test_start = on_predict_start = on_validation_start
-    on_test_end = on_predict_end = on_exception = on_validation_end
+    def on_test_start(self, *args: Any) -> None:
+        self.on_validation_start()
 
+    def on_test_end(self, *args: Any) -> None:
+        self.on_validation_end()
 
-def _eager(eager: bool) -> None:
-    torch.compiler.set_stance("force_eager" if eager else "default")
+    def on_exception(self, *args: Any) -> None:
+        self.on_validation_end()

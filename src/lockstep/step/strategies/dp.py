@@ -64,7 +64,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module
-        twin = object.__new__(_scattering(type(module)))
+        kind: Any = type(module)
+        twin = object.__new__(_scattering(kind))
         object.__setattr__(twin, "__dict__", module.__dict__)
         with self.precision_plugin.train_step_context():
             return twin.training_step(*args, **kwargs)
