@@ -381,29 +381,18 @@ def test_pieces_make_the_same_step(tmp_path: Path, exact: bool) -> None:
     assert float(first.callback_metrics[name]) == pytest.approx(float(second.callback_metrics[name]), rel=1e-6)
 
 
-def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
-    module = Net(norm=True)
-    fit(tmp_path, module, ours=True, pieces=2, max_steps=1)
-    fresh = Net(norm=True)
-    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=2)
-    data = DataModule(splits(), layout, seed=3, num_workers=0)
-    step_batch: StepBatch = data.train_dataloader().dataset.__getitems__((0, 0, 2))  # type: ignore[attr-defined]
-    means = [fresh.net[1](data.finish(micro_batch)[0].flatten(1)).mean(0) for micro_batch in step_batch.micro_batches]
-    expected = 0.1 * torch.stack(means).mean(0)
-    norm: Any = module.net[2]
-    assert torch.allclose(norm.running_mean, expected, atol=1e-6)
-    assert int(norm.num_batches_tracked) == 1
-
-
-def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
-    """`momentum=None`: the mean over all steps so far, of which each is the mean over its pieces."""
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
+    """`momentum=None`: and those of a run the mean over its steps."""
     module = Net(norm=True)
     norm: Any = module.net[2]
-    norm.momentum = None
+    norm.momentum = momentum
     seen: list[torch.Tensor] = []
     norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
     fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
-    expected = torch.stack(seen).view(3, 2, -1).mean((0, 1))
+    expected = torch.zeros(6)
+    for number, step in enumerate(torch.stack(seen).view(3, 2, -1).mean(1), 1):
+        expected = expected.lerp(step, momentum or 1 / number)
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
     assert int(norm.num_batches_tracked) == 3
 
