@@ -28,7 +28,7 @@ from lockstep.launch.scratch import outside, scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.schema import MODES
-from lockstep.step.compiled import compile_networks, is_compiled, networks
+from lockstep.step.networks import EagerEvaluation, compile_networks, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 TASK = (
@@ -87,7 +87,6 @@ def test_torch_takes_every_mode(mode: str) -> None:
     for exact in (False, True):
         net = Net()
         compile_networks(net, mode, exact)  # it checks the options now, and compiles at the first call
-        assert is_compiled(net)
 
 
 @compiles
@@ -96,11 +95,9 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
 
     plain, compiled = Net(norm=True, dropout=0.3).double(), Net(norm=True, dropout=0.3).double()
     compile_networks(compiled, "default", exact=False)
-    assert is_compiled(compiled)
-    assert not is_compiled(plain)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     counters.clear()
-    fit(tmp_path, compiled, ours=True, pieces=2)
+    fit(tmp_path, compiled, ours=True, pieces=2, callbacks=[EagerEvaluation()])
     assert counters["stats"]["unique_graphs"] == 2  # pieces of 4, and of 3 in the tail; not the 22 of the validation
     fit(tmp_path, plain, ours=True, pieces=2)
     for (name, one), other in zip(plain.state_dict().items(), compiled.state_dict().values(), strict=True):
@@ -271,15 +268,12 @@ def shared_gradients() -> Any:
 
 
 class Graphed(pl.LightningModule):
-    def __init__(self, replayed: bool, careful: bool) -> None:
+    def __init__(self, replayed: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(3, 16))
-        self.replayed, self.careful = replayed, careful
+        self.replayed = replayed
         self.losses: list[float] = []
-
-    def on_fit_start(self) -> None:
-        self.trainer.fit_loop.epoch_loop.automatic_optimization.graphs = self.careful  # type: ignore[attr-defined]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x = batch[0].flatten(1)
@@ -302,8 +296,8 @@ def test_what_a_graph_overwrites_is_kept_from_piece_to_piece(
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
 
     def train(replayed: bool, careful: bool) -> Graphed:
-        module = Graphed(replayed, careful)
-        fit(tmp_path, module, ours=True, pieces=2, exact=exact, limit_val_batches=0)
+        module = Graphed(replayed)
+        fit(tmp_path, module, ours=True, pieces=2, exact=exact, graphs=careful, limit_val_batches=0)
         return module
 
     plain, kept, careless = train(False, False), train(True, True), train(True, False)

@@ -1,7 +1,6 @@
 """The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
 
-It leans on private names of Lightning (lockstep/loop.py lists them); these tests fail when upstream changes them.
-Lightning's own loop is the reference throughout: what ours leaves out must not be seen by anybody.
+It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
 from lockstep.loading.augment import Augment
 from lockstep.step.batch import StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.loop import StepLoop
+from lockstep.step.loop import StepTrainer
 from lockstep.step.strategies import make_strategy
 from lockstep.step.strategies.single import SingleDevice
 
@@ -137,6 +136,7 @@ def fit(
     policy: str = "stop",
     later: bool | None = None,
     record: bool = True,
+    graphs: bool = False,
     **options: Any,
 ) -> Any:
     layout = resolve(
@@ -145,22 +145,25 @@ def fit(
     recorder = Recorder()
     if isinstance(module, Loud):
         module.calls = recorder.calls
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=make_strategy(layout, {}),
-        devices=1,
-        callbacks=[recorder] if record else [],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-        **({"max_epochs": 2, "logger": False} | options),
-    )
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "callbacks": [recorder] if record else [],
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+        "max_epochs": 2,
+        "logger": False,
+        **options,
+    }
+    strategy = make_strategy(layout, {})
     if ours:
-        gradients = (ExactGradientSum if exact else GradientSum)(trainer.strategy, 1)
-        trainer.fit_loop.epoch_loop = StepLoop(trainer, gradients, FiniteGradientCheck(policy, 1, later), seed=3)
+        gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
+        trainer: pl.Trainer = StepTrainer(gradients, FiniteGradientCheck(policy, 1, later), 3, graphs, **options)
+    else:
+        trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
     trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
     return trainer, recorder.calls
 
@@ -180,12 +183,10 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("net", [Net, Loud])
-def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dict[str, Any]) -> None:
-    ours, theirs = (Loud([]) if net is Loud else Net(norm=True) for _ in range(2))
+def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, theirs = Loud([]), Loud([])
     trainer, calls = fit(tmp_path, ours, ours=True, logger=Logs(), log_every_n_steps=2, **options)
     plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
-    assert trainer.fit_loop.epoch_loop.lean
     assert calls == expected
     assert "on_before_optimizer_step 0" in calls
     assert trainer.logger.lines == [counted(line) for line in plain.logger.lines]
@@ -194,9 +195,7 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, net: Any, options: dic
     assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
     for name, value in plain.callback_metrics.items():
         assert torch.equal(trainer.callback_metrics[name], value), name
-    states = [t.fit_loop.state_dict() for t in (trainer, plain)]
-    states[0]["epoch_loop.automatic_optimization.state_dict"] = {}  # ours alone has one
-    assert states[0] == states[1]
+    assert trainer.fit_loop.state_dict() == plain.fit_loop.state_dict()
 
 
 def counted(line: str) -> str:
@@ -245,12 +244,65 @@ class Zeroes(Looks):
 
 def test_gradients_go_before_the_forward_pass_where_nobody_hears_of_it(tmp_path: Path) -> None:
     unheard, heard, own = Looks(), Looks(), Zeroes()
-    fit(tmp_path, unheard, True, record=False)
-    fit(tmp_path, heard, True)
-    fit(tmp_path, own, True, record=False)
+    for module, record in ((unheard, False), (heard, True), (own, False)):
+        fit(tmp_path, module, True, record=record)
     assert unheard.there == [False] * 6
     assert heard.there == own.there == [False, True, True] * 2  # as in Lightning's loop; validation takes them too
     assert torch.equal(weights(unheard), weights(heard))
+
+
+class Tells(Net):
+    """Returns more than its loss, and keeps what it is told of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, torch.Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        right = (logits.argmax(1) == batch[1]).double().mean()
+        return {"loss": F.cross_entropy(logits, batch[1]), "acc": right, "size": len(logits), "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(batch, StepBatch)
+        assert all(value.shape == () and not value.requires_grad for value in outputs.values())
+        self.told.append({name: float(value) for name, value in outputs.items()})
+
+
+def test_a_step_tells_means_over_its_samples(tmp_path: Path) -> None:
+    whole, cut = Tells().double(), Tells().double()
+    fit(tmp_path, whole, ours=True)
+    fit(tmp_path, cut, ours=True, pieces=4)
+    for one, four in zip(whole.told, cut.told, strict=True):
+        assert list(one) == list(four) == ["loss", "acc", "size"]  # numbers only
+        assert (one["loss"], one["acc"]) == pytest.approx((four["loss"], four["acc"]), rel=1e-6)
+    assert [told["size"] for told in cut.told[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
+
+
+class Leaves(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Forgets(Net):
+    def optimizer_step(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [(Leaves, "training_step returned NoneType: a piece"), (Forgets, "optimizer_step of Forgets did not call")],
+)
+def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        fit(tmp_path, net(), ours=True)
+
+
+def test_a_profiler_sees_a_step(tmp_path: Path) -> None:
+    trainer, _ = fit(tmp_path, Net(), ours=True, profiler="simple", max_epochs=1)
+    seen = trainer.profiler.recorded_durations
+    for name in ("[Strategy]SingleDevice.training_step", "[LightningModule]Net.optimizer_step", "run_training_batch"):
+        assert len(seen[name]) == 3, name
 
 
 class ByEpoch(Net):
@@ -294,13 +346,12 @@ class Steps(Net):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
-@pytest.mark.parametrize(("net", "short"), [(ByEpoch, True), (Clips, True), (Plateau, False), (Steps, False)])
-def test_what_a_module_brings_is_used(tmp_path: Path, net: Any, short: bool) -> None:
+@pytest.mark.parametrize("net", [ByEpoch, Clips, Plateau, Steps])
+def test_what_a_module_brings_is_used(tmp_path: Path, net: Any) -> None:
     ours, theirs, control = net(), net(), Net()
-    trainer, calls = fit(tmp_path, ours, ours=True, max_epochs=3)
+    _, calls = fit(tmp_path, ours, ours=True, max_epochs=3)
     _, expected = fit(tmp_path, theirs, ours=False, max_epochs=3)
     fit(tmp_path, control, ours=True, max_epochs=3)
-    assert trainer.fit_loop.epoch_loop.lean == short  # where it must, Lightning's own path is taken
     assert calls == expected
     assert torch.equal(weights(ours), weights(theirs))
     assert not torch.equal(weights(ours), weights(control))
@@ -330,29 +381,18 @@ def test_pieces_make_the_same_step(tmp_path: Path, exact: bool) -> None:
     assert float(first.callback_metrics[name]) == pytest.approx(float(second.callback_metrics[name]), rel=1e-6)
 
 
-def test_running_statistics_are_the_mean_over_pieces(tmp_path: Path) -> None:
-    module = Net(norm=True)
-    fit(tmp_path, module, ours=True, pieces=2, max_steps=1)
-    fresh = Net(norm=True)
-    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=2)
-    data = DataModule(splits(), layout, seed=3, num_workers=0)
-    step_batch: StepBatch = data.train_dataloader().dataset.__getitems__((0, 0))  # type: ignore[attr-defined]
-    means = [fresh.net[1](data.finish(micro_batch)[0].flatten(1)).mean(0) for micro_batch in step_batch.micro_batches]
-    expected = 0.1 * torch.stack(means).mean(0)
-    norm: Any = module.net[2]
-    assert torch.allclose(norm.running_mean, expected, atol=1e-6)
-    assert int(norm.num_batches_tracked) == 1
-
-
-def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
-    """`momentum=None`: the mean over all steps so far, of which each is the mean over its pieces."""
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
+    """`momentum=None`: and those of a run the mean over its steps."""
     module = Net(norm=True)
     norm: Any = module.net[2]
-    norm.momentum = None
+    norm.momentum = momentum
     seen: list[torch.Tensor] = []
     norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
     fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
-    expected = torch.stack(seen).view(3, 2, -1).mean((0, 1))
+    expected = torch.zeros(6)
+    for number, step in enumerate(torch.stack(seen).view(3, 2, -1).mean(1), 1):
+        expected = expected.lerp(step, momentum or 1 / number)
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
     assert int(norm.num_batches_tracked) == 3
 
@@ -360,12 +400,12 @@ def test_cumulative_statistics_count_steps(tmp_path: Path) -> None:
 def test_half_precisions_statistics_are_summed_in_float32() -> None:
     norm = nn.BatchNorm1d(1, dtype=torch.bfloat16)
     nn.init.constant_(norm.running_mean, 1.0)  # type: ignore[arg-type]
-    step_batch = SimpleNamespace(pieces=512)
+    step_batch = SimpleNamespace(num_nonempty=512)
     stats = BatchNormStats(norm, SingleDevice(torch.device("cpu")), world_size=1)
     stats.begin(step_batch)
     for _ in range(step_batch.num_nonempty):  # a sum in bfloat16 would end at 256
-        stats.before(None)
-        stats.after(None)
+        stats.before()
+        stats.after()
     stats.finish(step_batch)
     assert norm.running_mean.dtype == torch.bfloat16  # type: ignore[union-attr]
     assert float(norm.running_mean) == 1.0  # type: ignore[arg-type]
@@ -414,25 +454,15 @@ def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
 
 
-def test_a_step_left_out_changes_nothing(tmp_path: Path) -> None:
-    module = Broken()
-    fit(tmp_path, module, ours=True, max_steps=1)
-    before = weights(module)
-    module = Broken()
-    trainer, _ = fit(tmp_path, module, ours=True, max_steps=2, policy="skip")
-    assert trainer.global_step == 2
-    assert torch.equal(weights(module), before)
-
-
 @pytest.mark.parametrize("pieces", [1, 2])
-def test_nor_does_it_stay_in_running_statistics(tmp_path: Path, pieces: int) -> None:
-    module = Broken(norm=True)
-    fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
-    once = Broken(norm=True)
+def test_a_step_left_out_changes_nothing(tmp_path: Path, pieces: int) -> None:
+    """Neither weights nor running statistics."""
+    once, module = Broken(norm=True), Broken(norm=True)
     fit(tmp_path, once, ours=True, pieces=pieces, max_steps=1)
-    assert len(list(module.buffers())) > 0
-    for (name, buffer), other in zip(module.named_buffers(), once.buffers(), strict=True):
-        assert torch.equal(buffer, other), name
+    trainer, _ = fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
+    assert trainer.global_step == 2
+    assert torch.equal(weights(module), weights(once))
+    assert not torch.equal(weights(once), weights(Broken(norm=True)))
 
 
 class Overflows(Net):

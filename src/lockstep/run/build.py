@@ -28,12 +28,13 @@ from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, total_steps
 from lockstep.run.record import describe
 from lockstep.run.summary import versions
-from lockstep.step.compiled import GRAPHS, compile_networks
+from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import overrides
-from lockstep.step.loop import StepLoop
+from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
+from lockstep.step.networks import EagerEvaluation, compile_networks
 from lockstep.step.strategies import make_strategy
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
@@ -109,12 +110,10 @@ def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tupl
     return trainer, data
 
 
-def compile_module(config: Config, module: pl.LightningModule, trainer: pl.Trainer) -> None:
+def compile_module(config: Config, module: pl.LightningModule) -> None:
     """What `compile` asks for, before the trainer's fit."""
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop.automatic_optimization.graphs = config.compile in GRAPHS
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:
@@ -152,9 +151,16 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
-    trainer = pl.Trainer(
+    # one piece has no order to depend on
+    gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
+        make_strategy(layout, asdict(config.strategy)), layout.world_size
+    )
+    return StepTrainer(
+        gradients,
+        FiniteGradientCheck(config.nonfinite, layout.world_size),
+        config.seed,
+        graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
-        strategy=make_strategy(layout, asdict(config.strategy)),
         devices=layout.devices if layout.strategy == "ddp" else 1,
         num_nodes=layout.num_nodes,
         precision=cast(Any, config.precision),
@@ -165,9 +171,8 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         check_val_every_n_epoch=None if config.val_every else 1,
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, step),
-        callbacks=callbacks,
+        callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[AtomicCheckpointIO()],
-        use_distributed_sampler=False,
         num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
@@ -176,14 +181,3 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
         **config.debug.trainer,
     )
-    # one piece has no order to depend on
-    gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        trainer.strategy, layout.world_size
-    )
-    trainer.fit_loop.epoch_loop = StepLoop(
-        trainer,
-        gradients,
-        FiniteGradientCheck(config.nonfinite, layout.world_size),
-        config.seed,
-    )
-    return trainer

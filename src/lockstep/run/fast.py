@@ -10,7 +10,6 @@ from torch import nn
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.launch.machine import cores
-from lockstep.step.compiled import is_compiled
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -22,13 +21,12 @@ def set_up(layout: Layout, threads: int | None, allocator: str) -> None:
     set_threads(layout, threads)
 
 
-def describe(module: nn.Module) -> str:
+def describe(module: nn.Module, compiled: bool) -> str:
     """What was chosen that matters: memory format, compilation, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
     threads = torch.get_num_threads()
-    compiled = "compiled, " * is_compiled(module)
-    return "channels_last, " * last + compiled + f"{threads} thread{'s' * (threads > 1)}"
+    return "channels_last, " * last + "compiled, " * compiled + f"{threads} thread{'s' * (threads > 1)}"
 
 
 def keep_freed_memory() -> bool:

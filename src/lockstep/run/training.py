@@ -79,12 +79,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
     trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
-    compile_module(config, module, trainer)
+    compile_module(config, module)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
         limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
+        chosen = fast.describe(module, config.compile is not None)
+        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, chosen))
         for message in _resumption(config, splits, resumed):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)

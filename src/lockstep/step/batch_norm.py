@@ -6,6 +6,7 @@ drift apart. The mean over the pieces is the same on every layout, and for one p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,20 @@ class BatchNormStats:
 
     Args:
         module: the LightningModule.
-        strategy: the trainer's strategy; `strategy.piece_buffers` tells what each piece of a turn left.
-        processes: worker processes over all nodes.
+        strategy: the trainer's strategy; `strategy.piece_buffers` tells what each piece of a micro-batch left.
+        world_size: worker processes over all nodes.
         exact: the mean does not depend on the order of the pieces.
+        exponents: the grids of the exact sums before, of a run that goes on.
     """
 
-    def __init__(self, module: nn.Module, strategy: Any, world_size: int, exact: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Any,
+        world_size: int,
+        exact: bool = False,
+        exponents: Sequence[int | None] = (),
+    ) -> None:
         layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
@@ -52,6 +61,8 @@ class BatchNormStats:
         self.counts: list[Tensor] = []
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
         self.exact = ExactSum(self.buffers, floor=0) if exact else None
+        if self.exact is not None and exponents:
+            self.exact.exponents = list(exponents)
 
     def begin(self, step_batch: Any) -> None:
         """Remembers where the step starts. One piece on one process needs none of this."""
@@ -66,15 +77,15 @@ class BatchNormStats:
             else:
                 self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
 
-    def before(self, micro_batch: Any) -> None:
-        """Puts the step's beginning back before a turn."""
+    def before(self) -> None:
+        """Puts the step's beginning back before a micro-batch."""
         if self.active:
             torch._foreach_copy_(self.buffers, self.start)
             if self.counters:  # `momentum=None` weighs a piece by them
                 torch._foreach_copy_(self.counters, self.start_counts)
 
-    def after(self, micro_batch: Any) -> None:
-        """Adds what a turn's pieces left."""
+    def after(self) -> None:
+        """Adds what a micro-batch's pieces left."""
         if self.active:
             for buffers in self.strategy.piece_buffers(self.names, self.buffers):
                 if self.exact is not None:

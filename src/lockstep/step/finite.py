@@ -14,6 +14,7 @@ from lockstep.arithmetic.layout import listed
 
 LOG = logging.getLogger("lockstep")
 ADVICE = "nonfinite=skip would leave such steps out"
+Step = tuple[Any, list[Tensor], torch.amp.GradScaler | None]  # its batch, its micro-batches' losses, a loss scaler
 LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow
 
 
@@ -29,7 +30,7 @@ class FiniteGradientCheck:
 
     Args:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
-        processes: worker processes over all nodes.
+        world_size: worker processes over all nodes.
         later: whether to know a step later; None: under `stop`, on a GPU.
     """
 
@@ -37,13 +38,21 @@ class FiniteGradientCheck:
         self.policy = policy
         self.world_size = world_size
         self.later = later
-        self.scaler: torch.amp.GradScaler | None = None  # it finds its scale by infinities, and skips those steps
-        self._asked: tuple[Tensor, Any, Any, list[tuple[Tensor, int]]] | None = None
+        self._asked: tuple[Tensor, Any, Step] | None = None
 
     def look(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, step_batch: Any, losses: list[tuple[Tensor, int]]
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        step_batch: Any,
+        losses: list[Tensor],
+        scaler: torch.amp.GradScaler | None = None,
     ) -> bool:
         """To be called between a step's last sum and its optimizer step. Returns whether the step is skipped.
+
+        Args:
+            losses: of this process's micro-batches.
+            scaler: finds its scale by infinities, and skips those steps.
 
         Raises:
             NonFinite: under `stop`, for this step or the one before.
@@ -54,7 +63,7 @@ class FiniteGradientCheck:
         if self.later or (self.later is None and self.policy == "stop" and gradients[0].is_cuda):
             self.settle()
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
-            self._asked = *_on_its_way(finite), step_batch, losses
+            self._asked = *_on_its_way(finite), (step_batch, losses, scaler)
             return False
         sums = [g.sum() for g in gradients]
         if math.isfinite(sum(torch.stack(sums).tolist() if sums[0].is_cuda else [each.item() for each in sums])):
@@ -62,13 +71,13 @@ class FiniteGradientCheck:
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if not names:  # only the sum overflowed
             return False
-        message = self._message(step_batch, losses, f" ({listed(names, 1)})")
+        message = self._message((step_batch, losses, scaler), f" ({listed(names, 1)})")
         if message is None:
             return False
         if self.policy == "stop":
             raise NonFinite(f"{message}; {ADVICE}")
         LOG.warning("%s; skipped", message)
-        if self.scaler is not None:  # it looks itself, and needs something to look at
+        if scaler is not None:  # it looks itself, and needs something to look at
             return True
         for parameter in module.parameters():
             parameter.grad = None
@@ -82,33 +91,30 @@ class FiniteGradientCheck:
         """
         if self._asked is None:
             return
-        (finite, event, step_batch, losses), self._asked = self._asked, None
+        (finite, event, step), self._asked = self._asked, None
         if event is not None:
             event.synchronize()
-        if not bool(finite) and (message := self._message(step_batch, losses)) is not None:
+        if not bool(finite) and (message := self._message(step)) is not None:
             raise NonFinite(f"{message}; {ADVICE}")
 
-    def _message(self, step_batch: Any, losses: list[tuple[Tensor, int]], where: str = "") -> str | None:
+    def _message(self, step: Step, where: str = "") -> str | None:
         """What is wrong; None: a loss scaler will find a scale at which nothing is.
 
         Raises:
             NonFinite: it has found none, so that no step trains anything any more.
         """
+        step_batch, losses, scaler = step
         samples = self._samples(step_batch, losses)
         wrong = f"step {step_batch.step + 1}: the gradient is not finite{where}; {samples or 'every loss was finite'}"
-        if self.scaler is None or samples:
+        if scaler is None or samples:
             return wrong
-        if self.scaler.get_scale() < LEAST_SCALE:
-            raise NonFinite(f"{wrong}, at a loss scale of {self.scaler.get_scale():.1g} too; precision=bf16-mixed")
+        if scaler.get_scale() < LEAST_SCALE:
+            raise NonFinite(f"{wrong}, at a loss scale of {scaler.get_scale():.1g} too; precision=bf16-mixed")
         return None
 
-    def _samples(self, step_batch: Any, losses: list[tuple[Tensor, int]]) -> str:
-        micro_batches = [
-            micro_batch
-            for micro_batch, (loss, _) in zip(step_batch.micro_batches, losses, strict=True)
-            if not bool(loss.isfinite())
-        ]
-        found = [int(sample) for micro_batch in micro_batches for sample in micro_batch.ids]
+    def _samples(self, step_batch: Any, losses: list[Tensor]) -> str:
+        pairs = zip(step_batch.micro_batches, losses, strict=True)
+        found = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
         if self.world_size > 1:
             parts: list[Any] = [None] * self.world_size
             dist.all_gather_object(parts, found)

@@ -1,7 +1,7 @@
 """The gradient of a step: the sum over its pieces, on this process and over all.
 
 The result is the gradient of the mean loss over the step's samples, also when its tail is short or pieces differ in
-size: each turn's mean loss is weighted by its samples over the step's samples.
+size: each micro-batch's mean loss is weighted by its samples over the step's samples.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ class GradientSum:
 
     Args:
         strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
-        processes: worker processes over all nodes.
-        late: gradients are sent after the last backward pass, not in it: a rank may still run out of memory there,
-            and the others would wait for it.
+        world_size: worker processes over all nodes.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: bool = False) -> None:
+    def __init__(self, strategy: Any, world_size: int) -> None:
         self.strategy = strategy
         self.world_size = world_size
-        self.late = late
-        self.apart = late  # in this step: DDP has no part in it
+        self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
 
     @property
     def state(self) -> dict[str, Any]:
@@ -43,33 +40,32 @@ class GradientSum:
         """Takes what a checkpoint held."""
 
     def begin(self, step_batch: Any) -> None:
-        """Before the first turn. Where what is trained has changed since DDP was told, it would leave that out."""
-        self.apart = self.late or (self.world_size > 1 and self.strategy.outdated)
+        """Before the first micro-batch. DDP waits for every process, so each must have a sample; and where what is
+        trained has changed since DDP was told, it would leave that out."""
+        self.ddp_sums = self.world_size > 1 and step_batch.all_ranks_have_data and not self.strategy.outdated
 
     def weight(self, micro_batch: Any, step_batch: Any) -> float:
-        """What a turn's mean loss counts for. DDP divides by the number of processes, so that is multiplied in."""
+        """What a micro-batch's mean loss counts for. DDP divides by the world size, so that is multiplied in."""
         return sum(micro_batch.sizes) / step_batch.samples * self.world_size
 
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
-        """The context of a turn's forward and backward pass: only the last one may send gradients, and only where
-        every process has a sample, since DDP's reducer waits for all of them."""
-        if self.world_size == 1:
-            return self.strategy.no_sync()  # ddp on one device: its reducer, too, would wait for all parameters
-        fires = number == len(step_batch.micro_batches) - 1 and step_batch.all_ranks_have_data and not self.apart
-        if fires:
+        """The context of a micro-batch's forward and backward pass: only the last one may send gradients. On one
+        process none: its reducer, too, would wait for all parameters."""
+        if self.ddp_sums and number == len(step_batch.micro_batches) - 1:
             self.strategy.remember(number)
-        return nullcontext() if fires else self.strategy.no_sync()
+            return nullcontext()
+        return self.strategy.no_sync()
 
-    def collect(self, micro_batch: Any) -> None:
-        """After a turn's backward pass."""
+    def collect(self) -> None:
+        """After a micro-batch's backward pass."""
 
     def finish(self, step_batch: Any) -> None:
-        """After the last turn: where DDP had no part in it, all processes sum. What no gradient has reached on any of
-        them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient is 0.
-        """
+        """After the last micro-batch: where DDP had no part in it, all processes sum. What no gradient has reached on
+        any of them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient
+        is 0."""
         if self.world_size == 1:
             return
-        if step_batch.all_ranks_have_data and not self.apart:
+        if self.ddp_sums:
             if names := self.strategy.unreached():
                 raise Refusal(
                     f"strategy=ddp: no gradient has reached {listed(names)} in a step's last piece, and DDP waits for "
@@ -90,13 +86,13 @@ class GradientSum:
 class ExactGradientSum(GradientSum):
     """Sums without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact`).
 
-    Each piece's gradient is taken by itself and never sent: after the last turn, one all-reduce of integers. A turn's
-    mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by the step's
-    samples comes last; so it does not matter whether a turn holds one piece or, under dp, several.
+    Each piece's gradient is taken by itself and never sent: after the last micro-batch, one all-reduce of integers. A
+    micro-batch's mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by
+    the step's samples comes last; so it does not matter whether it holds one piece or, under dp, several.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: bool = True) -> None:
-        super().__init__(strategy, world_size, late)
+    def __init__(self, strategy: Any, world_size: int) -> None:
+        super().__init__(strategy, world_size)
         self.sum: ExactSum | None = None
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
@@ -133,7 +129,7 @@ class ExactGradientSum(GradientSum):
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
         return self.strategy.no_sync()
 
-    def collect(self, micro_batch: Any) -> None:
+    def collect(self) -> None:
         assert self.sum is not None
         for gradients in self.strategy.piece_gradients(self.parameters):
             self.sum.add([p.grad if g is None else g for p, g in zip(self.parameters, gradients, strict=True)])

@@ -1,145 +1,266 @@
-"""Lightning's training epoch loop, over batches that are optimizer steps.
+"""Lightning's Trainer, over batches that are optimizer steps made of pieces.
 
 A batch that the loader yields is a `StepBatch`: what this process computes of one optimizer step. So everything that
-Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps, and no micro-batch is
-ever seen outside step.py. The only private names of Lightning that the project builds on stand here, in step.py and
-hooks.py: `_TrainingEpochLoop`, `_AutomaticOptimization` and `Closure` (how a step is made), its `_results` (with
-what they are made of, in strategies/ddp.py) and `_batches_that_stepped`, the fit loop's `_iteration_based_training`,
-`trainer._logger_connector` (what `self.log` needs, and at which step it is shown), and `trainer._signal_connector` (who
-hears signals). tests/test_loop.py fails when they change.
+Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
-Lightning's own path through a step costs 0.6 ms, which a small network feels. Where nobody needs what it offers
-(`hooks.lean`), the same calls are made from here, to the same effect: a third of that.
+The only private names of Lightning that the project builds on stand in this file; tests/test_loop.py fails when they
+change:
+
+- `_TrainingEpochLoop`: `advance` makes a step; its `_results` and `_build_kwargs`, its `_batches_that_stepped`, and the
+  `optim_progress` of its `automatic_optimization`, which counts steps.
+- `_FitLoop`: its `_iteration_based_training`, `_restarting` and `_combined_loader`, where a run goes on.
+- `_LoggerConnector` (how a mean that `self.log` takes is weighted, at which step it is shown, and the `meta` of what
+  was logged) and `_SignalConnector` (who hears signals).
+- `call`, which calls hooks: under a profiler, and so that `self.log` knows which one runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import OrderedDict
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from torch import Tensor
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.hooks import Hooks, lean, overrides
-from lockstep.step.optimization import StepOptimization
+from lockstep.step.hooks import overrides
+from lockstep.step.passes import Outputs, StepPasses
+
+# Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
+HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
+
+
+class StepTrainer(pl.Trainer):
+    """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
+
+    Args:
+        gradients: how the gradients of a step's pieces are summed; its strategy is the Trainer's.
+        finite: what is done about a gradient that is not finite.
+        seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
+        graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
+        options: Lightning's own.
+    """
+
+    def __init__(
+        self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False, **options: Any
+    ) -> None:
+        super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
+        self._signal_connector = _NoSignals(self)
+        self._logger_connector = _StepLogs(self)
+        made = self.fit_loop
+        self.fit_loop = _StepFitLoop(self, made.min_epochs, made.max_epochs)
+        passes = StepPasses(gradients, finite, seed, graphs)
+        self.fit_loop.epoch_loop = StepLoop(self, passes, made.min_steps, made.max_steps)
+
+
+class _NoSignals(_SignalConnector):
+    def register_signal_handlers(self) -> None:
+        """Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers."""
+
+
+class _StepLogs(_LoggerConnector):
+    def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
+        """A mean that a hook logs is weighted by samples, which Lightning can't count in a step's batch."""
+        super().on_batch_start(batch, dataloader_idx)
+        if isinstance(batch, StepBatch):
+            results: Any = self.trainer._results
+            results.batch_size = batch.num_local_samples
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Shows what `self.log` was given at the step that it is of. Lightning counts that step later, and so shows it
+        one step early: where a run was killed and resumed, what is lost would stay beside what is made anew."""
+        loop = self.trainer.fit_loop.epoch_loop
+        counted, loop._batches_that_stepped = loop._batches_that_stepped, loop.global_step
+        super().log_metrics(metrics, step)
+        loop._batches_that_stepped = counted
+
+
+class _StepFitLoop(_FitLoop):
+    def _iteration_based_training(self) -> bool:
+        """With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice."""
+        return False
 
 
 class StepLoop(_TrainingEpochLoop):
-    """Lightning's training epoch loop, with optimizer steps made of pieces.
+    """Lightning's training epoch loop, with a step of ours for every module."""
 
-    Args:
-        gradients: how the gradients of a step's pieces are summed.
-        watch: what is done about a gradient that is not finite.
-        seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
-    """
+    trainer: Any
 
-    def __init__(self, trainer: pl.Trainer, gradients: GradientSum, watch: FiniteGradientCheck, seed: int) -> None:
-        super().__init__(trainer, trainer.fit_loop.min_steps, trainer.fit_loop.max_steps)
-        self.automatic_optimization: StepOptimization = StepOptimization(trainer, gradients, watch, seed)
-        # Lightning's handler of SIGTERM broadcasts, wherever the other ranks are: they hang. Ours only remembers.
-        trainer._signal_connector.register_signal_handlers = _nothing  # type: ignore[method-assign]
-        connector = trainer._logger_connector
-        connector.log_metrics = partial(self._log_metrics, connector.log_metrics)  # type: ignore[method-assign]
-        connector.on_batch_start = partial(self._on_batch_start, connector.on_batch_start)  # type: ignore[method-assign]
-        # With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice.
-        trainer.fit_loop._iteration_based_training = _never  # type: ignore[method-assign]
+    def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps, max_steps)
+        self.passes = passes
+        self._heard: set[str] = set()  # those of HOOKS that somebody implements
+        self._zeroes_early = False  # before the forward pass, so that gradients don't lie beside activations
+        self._takes_number = True  # whether `training_step` takes the batch's number
+        self._followed: dict[str, int] = {}  # by interval, the step after which what follows a metric was moved last
 
-        self.lean = False
-        self.hooks: Hooks
-        self._validates: bool | None = None  # whether this epoch does
-        self._followed = False  # whether this epoch's end has moved what follows a metric
-        self._followed_step = -1  # the step after which what follows one at each step was moved last
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        return {**super().on_save_checkpoint(), **self.passes.state_dict()}
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         """An epoch that `max_steps` has cut short goes on: Lightning has counted it, and would leave the rest out."""
         super().on_load_checkpoint(state_dict)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.trainer.fit_loop._combined_loader = None  # made early, for `estimated_stepping_batches`: at another step
-        epochs: Any = self.trainer.fit_loop.epoch_progress
-        cut = self.batch_progress.current.completed < data.order.steps_per_epoch
+        self.passes.load_state_dict(state_dict)
+        fit_loop = self.trainer.fit_loop
+        fit_loop._combined_loader = None  # made early, for `estimated_stepping_batches`: at another step
+        cut = self.batch_progress.current.completed < self.trainer.datamodule.order.steps_per_epoch
         if cut and not self.batch_progress.is_last_batch:
-            for count in (epochs.current, epochs.total):
+            for count in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
                 count.processed = count.completed
 
     def on_run_start(self, data_fetcher: Any) -> None:
         super().on_run_start(data_fetcher)
         self._batches_that_stepped = self.global_step
-        self.lean = lean(self.trainer)
-        self._validates = super()._should_check_val_epoch()
-        self._followed, self._followed_step = False, self.global_step
-        self.hooks = self.automatic_optimization.hooks = Hooks(self.trainer)
+        self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
+        module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
+        owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
+        self._heard = {name for name in HOOKS if any(overrides(owner, name, base) for owner, base in owners)}
+        own_zero_grad = overrides(module, "optimizer_zero_grad", pl.LightningModule)
+        self._zeroes_early = "on_before_zero_grad" not in self._heard and not own_zero_grad  # where nobody sees it
+        self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
         if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
-        seen = overrides(self.trainer.lightning_module, "optimizer_zero_grad", pl.LightningModule)
-        unseen = not seen and not self.hooks.anyone("on_before_zero_grad")
-        self.automatic_optimization.zeroes_first = self.lean and unseen
 
     def advance(self, data_fetcher: Any) -> None:
-        """One batch: Lightning's `advance`, without what nobody asked for.
+        """One step.
 
         Raises:
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
         """
-        if self.restarting or not self.lean:
-            (lean, self.lean), before = (self.lean, False), self.global_step
-            try:
-                super().advance(data_fetcher)
-            finally:
-                self.lean = lean
-            if self.global_step > before:  # else what follows a metric would not be moved at this epoch's end
-                self.trainer.fit_loop._restarting = False
+        if self._goes_on_after_validation(data_fetcher):
             return
-        trainer, hooks, progress = self.trainer, self.hooks, self.batch_progress
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self.val_loop.restarting:
-            self.val_loop.restarting = False
-        batch, _, _ = next(data_fetcher)
+        trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
+        step_batch, _, _ = next(data_fetcher)
         number = self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
-        batch = data.transfer_batch_to_device(batch, trainer.strategy.root_device, 0)
+        step_batch = trainer.datamodule.transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
-        connector, results = trainer._logger_connector, self._results
-        connector._first_loop_iter = connector._first_loop_iter is None
-        results.batch, results.batch_size, results.dataloader_idx = batch, batch.num_local_samples, None
-        if hooks("on_train_batch_start", batch, number) == -1:
+        connector.on_batch_start(step_batch)
+        skips_epoch = self._hook("on_train_batch_start", step_batch, number) == -1
+        if skips_epoch:
             progress.increment_by(0, is_last_batch=True)
-            progress.increment_processed()
-            self._schedule()
-            raise StopIteration
-        progress.increment_started()
-        outputs = self.automatic_optimization.step(batch, number)
+        else:
+            progress.increment_started()
+            with trainer.profiler.profile("run_training_batch"):
+                outputs = self._step(step_batch, number)
         progress.increment_processed()
-        self._schedule()
-        hooks("on_train_batch_end", outputs, batch, number)
-        logs = any(result.meta.on_step for result in results.values())
-        if logs:
-            connector.on_batch_end()
-        results.batch = results.batch_size = None
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if skips_epoch:
+            raise StopIteration
+        if self.restarting:  # else what follows a metric would not be moved at this epoch's end
+            trainer.fit_loop._restarting = False
+        self._hook("on_train_batch_end", outputs, step_batch, number)
+        connector.on_batch_end()
         progress.increment_completed()
-        if logs:
-            connector.update_train_step_metrics()
+        connector.update_train_step_metrics()
+
+    def _goes_on_after_validation(self, data_fetcher: Any) -> bool:
+        """Whether the run goes on from a checkpoint of a validation, so that `on_advance_end` comes next; as Lightning
+        finds it."""
+        if self.restarting and self._should_check_val_fx(data_fetcher):
+            if self.val_loop.restarted_mid_evaluation:
+                return True
+            if self.restarted_on_last:
+                self._skip_next_val = True
+                return True
+            self.val_loop.increment_progress_to_evaluation_end()
+        self.val_loop.restarting = False
+        return False
+
+    def _step(self, step_batch: StepBatch, number: int) -> Outputs:
+        """A whole optimizer step, by the module's `optimizer_step`; what of the step `on_train_batch_end` is told."""
+        trainer, module, results = self.trainer, self.trainer.lightning_module, self._results
+        optimizer = module.optimizers()
+        counted = self.automatic_optimization.optim_progress.optimizer
+        outputs: Outputs = {}
+
+        def forward(batch: Any) -> Any:
+            results.batch, results.batch_size = batch, None  # what `self.log` takes a mean's weight from
+            args = (batch, number) if self._takes_number else (batch,)
+            return call._call_strategy_hook(trainer, "training_step", *args)
+
+        def backward(loss: Tensor) -> None:
+            call._call_strategy_hook(trainer, "backward", loss, optimizer.optimizer)
+
+        def zero_grad() -> None:
+            counted.zero_grad.increment_ready()
+            self._hook("on_before_zero_grad", optimizer.optimizer)
+            counted.zero_grad.increment_started()
+            module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
+            counted.zero_grad.increment_completed()
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            if self._zeroes_early:
+                zero_grad()
+            later = _nothing if self._zeroes_early else zero_grad
+            outputs.update(self.passes(trainer, step_batch, forward, backward, later))
+            results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
+            if self.passes.gradients.world_size > 1:
+                self._refuse_shared_logs(step_batch)
+            return outputs["loss"]
+
+        counted.step.increment_ready()
+        step = (trainer.current_epoch, number, optimizer, closure)
+        call._call_lightning_module_hook(trainer, "optimizer_step", *step)
+        counted.step.increment_completed()
+        if not outputs:
+            raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
+        return outputs
+
+    def _hook(self, name: str, *args: Any) -> Any:
+        """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""
+        if name not in self._heard:
+            return None
+        call._call_callback_hooks(self.trainer, name, *args)
+        return call._call_lightning_module_hook(self.trainer, name, *args)
+
+    def _refuse_shared_logs(self, step_batch: StepBatch) -> None:
+        """Ranks may have unequal numbers of micro-batches, or none: what they log there can't be a collective."""
+        mean = "return it beside the loss, {'loss': ..., 'acc': ...}, and its mean over all samples is measured"
+        logged = [result for result in self._results.values() if result.meta.fx == "training_step"]
+        for result in logged:
+            if result.is_tensor and result.meta.sync.should:
+                name = result.meta.name
+                raise Refusal(f"training_step: self.log('{name}', sync_dist=True) would wait for other ranks; {mean}")
+        if not step_batch.all_ranks_have_data:  # one that goes on here has not logged yet, and would not join
+            metrics = [result for result in logged if not result.is_tensor and not result.has_reset]
+            mine = {result.meta.name for result in metrics if result.meta.on_epoch}
+            told: list[Any] = [None] * self.passes.gradients.world_size
+            dist.all_gather_object(told, mine)
+            if missing := set.union(*told) - set.intersection(*told):
+                raise Refusal(
+                    f"training_step logs {', '.join(sorted(missing))}, but the run goes on with a step in which a rank "
+                    f"has no sample: go on with fewer devices, or {mean}"
+                )
 
     @property
     def global_step(self) -> int:
         return self.automatic_optimization.optim_progress.optimizer_steps
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        by_step, follows = interval == "step", update_plateau_schedulers
-        done = follows and (self._followed_step == self.global_step if by_step else self._followed)
-        if self.lean or done:  # `_schedule` has, or `follow_metrics`
+        """Moves what follows a metric once, and before a step is saved: see `follow_metrics`."""
+        if update_plateau_schedulers:
+            if self._followed[interval] != self.global_step:
+                self._followed[interval] = self.global_step
+                super().update_lr_schedulers(interval, update_plateau_schedulers=True)
             return
-        if by_step and follows:
-            self._followed_step = self.global_step
-        super().update_lr_schedulers(interval, follows)
-        if by_step and not follows and any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs):
-            self.trainer.callback_metrics  # noqa: B018  # takes down the step's, which a validation would hide
-            if not validates(self.trainer):
-                self.update_lr_schedulers(interval, update_plateau_schedulers=True)
+        super().update_lr_schedulers(interval, update_plateau_schedulers=False)
+        follows = any(config.reduce_on_plateau for config in self.trainer.lr_scheduler_configs)
+        if interval == "step" and follows and not validates(self.trainer):
+            self.update_lr_schedulers("step", update_plateau_schedulers=True)
 
     def follow_metrics(self) -> None:
         """Before a step, or an epoch's end, is saved: moves schedules that follow a metric. Lightning does so
@@ -147,48 +268,16 @@ class StepLoop(_TrainingEpochLoop):
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-            self._followed = True
 
     def _should_accumulate(self) -> bool:
         """Never over batches: every one is a whole step."""
         return False
 
-    def _should_check_val_epoch(self) -> bool:
-        return super()._should_check_val_epoch() if self._validates is None else self._validates
-
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
         return super()._should_check_val_fx(data_fetcher) or (
-            self._should_check_val_epoch() and is_last_step(self.trainer)
+            is_last_step(self.trainer) and self._should_check_val_epoch()
         )
-
-    def _schedule(self) -> None:
-        """Learning rates of the next step; an epoch's last step also moves what counts in epochs."""
-        module, ended = self.trainer.lightning_module, self._num_ready_batches_reached()
-        for config in self.trainer.lr_scheduler_configs:
-            by_step = config.interval == "step"
-            passed = self.batch_idx if by_step else self.trainer.current_epoch
-            if (by_step or ended) and (passed + 1) % config.frequency == 0:
-                self.scheduler_progress.increment_ready()
-                module.lr_scheduler_step(config.scheduler, None)
-                self.scheduler_progress.increment_completed()
-
-    def _on_batch_start(self, on_batch_start: Callable[..., None], batch: Any, *args: Any) -> None:
-        """A mean that a hook logs is weighted by samples, which Lightning can't count in a share."""
-        on_batch_start(batch, *args)
-        if isinstance(batch, StepBatch):
-            self._results.batch_size = batch.num_local_samples
-
-    def _log_metrics(self, log_metrics: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Shows what `self.log` was given at the step that it is of. Lightning counts that step later, and so shows it
-        one step early: where a run was killed and resumed, what is lost would stay beside what is made anew."""
-        counted, self._batches_that_stepped = self._batches_that_stepped, self.global_step
-        log_metrics(*args, **kwargs)
-        self._batches_that_stepped = counted
-
-    def _broadcast_sigterm_tensor(self) -> None:
-        """Lightning asks all ranks for a signal here, with a broadcast and a host-device sync at every batch; the
-        Preemption callback does it about once a second."""
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:
@@ -209,8 +298,4 @@ def validates(trainer: pl.Trainer) -> bool:
 
 
 def _nothing() -> None:
-    """In place of what Lightning would do."""
-
-
-def _never() -> bool:
-    return False
+    """The gradients are gone already."""

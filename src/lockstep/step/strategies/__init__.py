@@ -22,7 +22,7 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
         devices = [
             torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in range(layout.devices)
         ]
-        return DataParallel(devices, apart=layout.exact)
+        return DataParallel(devices, exact=layout.exact)
     from lockstep.step.strategies.single import SingleDevice
 
     return SingleDevice(device=torch.device(kind, 0) if kind == "cuda" else torch.device(kind))

@@ -6,13 +6,15 @@ are CUDA devices, or logical ones on the CPU, so that the same code is tested wi
 
 torch.nn.DataParallel replicates the module and runs replicas in threads, in which autocast's dtype, random state and
 logging go astray. Here `torch.func.functional_call` runs the one module with each device's copies of its tensors, from
-one thread: CUDA kernels of different devices overlap all the same, because launching them does not wait.
+one thread: CUDA kernels of different devices overlap all the same, because launching them does not wait. What calls it
+is a twin of the module, which has the module's attributes and another `forward`: the user's object stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,51 +23,54 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.step.batch import MicroBatch
 from lockstep.step.batch_norm import statistics
-from lockstep.step.strategies.single import StateMixin, now, seed_device
+from lockstep.step.strategies.single import PieceStrategy, seed_device
 
 UNTOLD = ("running_mean", "running_var")  # torch's kernels change these without a new version
 
 
-class DataParallel(StateMixin, SingleDeviceStrategy):
+class DataParallel(PieceStrategy, SingleDeviceStrategy):
     """One process, several devices.
 
     Args:
         devices: the devices in the order in which a step's pieces are dealt to them; the first one holds the module.
-        apart: each piece's gradient is kept by itself, for exact sums.
+        exact: each piece's gradient is kept by itself, for exact sums.
     """
 
     copies_buffers = True
 
-    def __init__(self, devices: list[torch.device], apart: bool = False) -> None:
+    def __init__(self, devices: list[torch.device], exact: bool = False) -> None:
         super().__init__(device=devices[0])
         self.devices = devices
-        self.apart = apart
-        self.seconds: dict[int, float] | None = None  # of each device's last forward pass, where somebody asks
-        self._leaves: list[dict[str, Tensor]] = []
-        self._turn: tuple[Any, list[int]] | None = None
-        self._buffers: list[dict[str, Tensor]] = []
-        self._scattered = False
+        self.exact = exact
+        self._micro_batch: tuple[MicroBatch, list[int]] | None = None  # the one under way, and its pieces' seeds
+        self._scattered = False  # whether its forward pass has been made
+        self._leaves: list[dict[str, Tensor]] = []  # under exact, the parameters that each of its pieces used
+        self._buffers: list[dict[str, Tensor]] = []  # what each of its pieces left in the buffers
 
     @contextmanager
-    def micro_batch(self, micro_batch: Any, seeds: list[int]) -> Iterator[None]:
-        """Scatters the forward pass inside over the turn's pieces."""
-        module: Any = self.lightning_module
-        self._turn, self._scattered, self._buffers, self._leaves = (micro_batch, seeds), False, [], []
-        plain = module.forward
-        module.forward = self._scatter(plain)
+    def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
+        """Scatters the forward pass inside over the micro-batch's pieces."""
+        self._micro_batch, self._scattered, self._buffers, self._leaves = (micro_batch, seeds), False, [], []
         try:
             yield
         finally:
-            del module.forward
-            self._turn = None
+            self._micro_batch = None
         if not self._scattered:
             raise RuntimeError(
                 "strategy=dp scatters forward(): training_step must call self(x), not a layer of its own"
             )
 
-    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: Any, seeds: list[int]) -> Any:
-        """A turn's batch, of which each piece has been changed by itself, on the first device."""
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.lightning_module
+        kind: Any = type(module)
+        twin = object.__new__(_scattering(kind))
+        object.__setattr__(twin, "__dict__", module.__dict__)
+        with self.precision_plugin.train_step_context():
+            return twin.training_step(*args, **kwargs)
+
+    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
         changed, start = [], 0
         for seed, size in zip(seeds, micro_batch.sizes, strict=True):
             seed_device(seed, self.root_device)
@@ -74,15 +79,10 @@ class DataParallel(StateMixin, SingleDeviceStrategy):
         return _gather(changed, self.root_device)
 
     def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
-        """What each piece of the turn just computed left in the named buffers, on the first device."""
         return [[found[name].to(self.root_device) for name in names] for found in self._buffers]
 
     def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
-        """The gradient of each piece of the turn just computed, on the first device.
-
-        Raises:
-            Refusal: the loss depends on a parameter in another way too, of which no piece has a part.
-        """
+        """Raises Refusal if the loss depends on a parameter in another way too, of which no piece has a part."""
         module: Any = self.lightning_module
         past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
         if past:
@@ -94,56 +94,56 @@ class DataParallel(StateMixin, SingleDeviceStrategy):
         found = [[leaves[name].grad for name in names] for leaves in self._leaves]
         return [[None if g is None else g.to(self.root_device) for g in gradients] for gradients in found]
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """There is one process only."""
-        return nullcontext()
-
-    def _scatter(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def scatter(self, args: Any, kwargs: Any) -> Any:
+        """The module's `forward` of the micro-batch under way, each piece on its device; gathered on the first one."""
+        assert self._micro_batch is not None
+        micro_batch, seeds = self._micro_batch
+        if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
+            raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
+        self._scattered = True
         module: Any = self.lightning_module
-        # detached copies would lose their gradients, so parameters go to other devices inside the graph
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         averaged = {f"{name}.{own}" for name, layer in statistics(module).items() for own in layer._buffers}
+        outputs: list[Any] = []
+        start = 0
+        for number, size, seed in zip(micro_batch.devices, micro_batch.sizes, seeds, strict=True):
+            device = self.devices[number]
+            # detached copies would lose their gradients, so parameters go to other devices inside the graph
+            tensors = {name: parameter.to(device, non_blocking=True) for name, parameter in parameters.items()}
+            if self.exact:
+                trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
+                tensors = {name: t.detach().requires_grad_(trained[name]) for name, t in tensors.items()}
+                self._leaves.append(tensors)
+            own = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
+            self._buffers.append(own)
+            versions = {name: buffer._version for name, buffer in own.items() if name not in averaged}
+            used = {**tensors, **own}  # buffers that are replaced are replaced in here
+            piece_args, piece_kwargs = _slice((args, kwargs), start, size, sum(micro_batch.sizes), device)
+            seed_device(seed, device)
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                outputs.append(functional_call(module, used, piece_args, piece_kwargs))
+            for name, version in versions.items():  # the next piece goes on from there, as on one device
+                if used[name] is not own[name]:
+                    buffers[name] = _replace(module, name, used[name].detach().to(self.root_device))
+                elif own[name]._version != version or name.endswith(UNTOLD):
+                    buffers[name].copy_(own[name])
+            start += size
+        return _gather(outputs, self.root_device)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            assert self._turn is not None
-            micro_batch, seeds = self._turn
-            if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
-                raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
-            self._scattered = True
-            outputs: list[Any] = []
-            start = 0
-            scattering, module.forward = module.forward, plain
-            try:
-                for number, size in zip(micro_batch.devices, micro_batch.sizes, strict=True):
-                    device = self.devices[number]
-                    tensors = {name: parameter.to(device, non_blocking=True) for name, parameter in parameters.items()}
-                    if self.apart:
-                        tensors = {
-                            name: t.detach().requires_grad_(parameters[name].requires_grad)
-                            for name, t in tensors.items()
-                        }
-                        self._leaves.append(tensors)
-                    own = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
-                    self._buffers.append(own)
-                    started = 0.0 if self.seconds is None else now(device)
-                    seed_device(seeds[len(outputs)], device)
-                    piece_args, piece_kwargs = _slice((args, kwargs), start, size, sum(micro_batch.sizes), device)
-                    versions = {name: buffer._version for name, buffer in own.items() if name not in averaged}
-                    used = {**tensors, **own}  # buffers that are replaced are replaced in here
-                    outputs.append(functional_call(module, used, piece_args, piece_kwargs))
-                    for name, version in versions.items():  # the next piece goes on from there, as on one device
-                        if used[name] is not own[name]:
-                            buffers[name] = _replace(module, name, used[name].detach().to(self.root_device))
-                        elif own[name]._version != version or name.endswith(UNTOLD):
-                            buffers[name].copy_(own[name])
-                    start += size
-                    if self.seconds is not None:
-                        self.seconds[number] = now(device) - started
-            finally:
-                module.forward = scattering
-            return _gather(outputs, self.root_device)
 
-        return forward
+class _Scattering:
+    """What a twin has before its module's class."""
+
+    trainer: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trainer.strategy.scatter(args, kwargs)
+
+
+@cache
+def _scattering(module: type) -> Any:
+    """The class of a module's twin, by the module's."""
+    return type(module.__name__, (_Scattering, module), {})
 
 
 def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""One device, and what every strategy tells the loop about a turn."""
+"""One device, and what every strategy tells the passes of a step about a micro-batch."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+
+from lockstep.step.batch import MicroBatch
 
 
 def seed_device(seed: int, device: torch.device) -> None:
@@ -21,55 +22,44 @@ def seed_device(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-def now(device: torch.device) -> float:
-    """Seconds, once `device` has done what it was given: launching a kernel takes no time that matters."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class PieceStrategy(Strategy):
+    """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
 
+    copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
 
-class StateMixin:
-    """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's fused
-    optimizers on CPU go through both in the order of storage, unasked."""
+    @contextmanager
+    def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
+        """The context of a micro-batch's passes; `seeds` has one seed for each of its pieces."""
+        seed_device(seeds[0], self.root_device)
+        yield
+
+    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
+        """A micro-batch's batch, of which each piece has been changed by itself; `seeds` has one seed for each."""
+        seed_device(seeds[0], self.root_device)
+        return change(batch)
+
+    def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
+        """What each piece of the micro-batch just computed left in the named buffers, on the first device."""
+        return [buffers]
+
+    def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
+        """The gradient of each piece of the micro-batch just computed, on the first device."""
+        return [[parameter.grad for parameter in parameters]]
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Passes inside keep their gradients to this process."""
+        return nullcontext()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
-        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+        """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's
+        fused optimizers on CPU go through both in the order of storage, unasked."""
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
                 for name, value in state.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-class PieceMixin(StateMixin):
-    """A turn is one piece, computed by the module itself."""
-
-    root_device: torch.device
-    copies_buffers = False
-
-    @contextmanager
-    def micro_batch(self, micro_batch: Any, seeds: list[int]) -> Iterator[None]:
-        """The context of a turn; `seeds` has one seed for each of its pieces."""
-        seed_device(seeds[0], self.root_device)
-        yield
-
-    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: Any, seeds: list[int]) -> Any:
-        """A turn's batch, of which each piece has been changed by itself; `seeds` has one seed for each."""
-        seed_device(seeds[0], self.root_device)
-        return change(batch)
-
-    def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
-        """What each piece of the turn just computed left in the named buffers."""
-        return [buffers]
-
-    def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
-        """The gradient of each piece of the turn just computed."""
-        return [[parameter.grad for parameter in parameters]]
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Backward passes inside keep their gradients to this process."""
-        return nullcontext()
-
-
-class SingleDevice(PieceMixin, SingleDeviceStrategy):
+class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""

@@ -1,0 +1,80 @@
+"""`compile`: a module's networks are compiled by torch for training, in place; evaluation runs them as they are.
+
+So one shape is compiled, the piece's (and that of an epoch's short tail), and what is tested or exported is the network
+that the checkpoint names: names of weights, checkpoints and `exact` stay. Shapes are never dynamic: which kernel runs
+would depend on what came before. Dropout draws what it draws uncompiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.scratch import outside
+from lockstep.launch.watchdog import compiling
+
+SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
+
+
+def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None:
+    """Compiles the networks of a module, each in its first pass in training. The kernels are kept for later runs.
+
+    Args:
+        mode: torch.compile's.
+        exact: no choice is made by timing.
+
+    Raises:
+        Refusal: there is no network.
+    """
+    found = list(networks(module))
+    if not found:
+        raise Refusal(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
+    with outside():  # else kernels, and headers that take 10 s to prepare, would go where the run's own files go
+        import torch._dynamo
+        import torch._inductor.codecache
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
+        most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
+        setattr(torch._dynamo.config, limit, most)
+    torch._dynamo.on_compile_start(lambda _: compiling(True))
+    torch._dynamo.on_compile_end(lambda _: compiling(False))
+    options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
+    for network in found:
+        network.compile(options=options, dynamic=False)
+
+
+def networks(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that have parameters; of a list or dict of modules, which is never called itself, its members."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from networks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+class EagerEvaluation(pl.Callback):
+    """Runs compiled networks as they are while they are evaluated."""
+
+    def on_validation_start(self, *args: Any) -> None:
+        torch.compiler.set_stance("force_eager")
+
+    def on_validation_end(self, *args: Any) -> None:
+        torch.compiler.set_stance("default")
+
+    def on_test_start(self, *args: Any) -> None:
+        self.on_validation_start()
+
+    def on_test_end(self, *args: Any) -> None:
+        self.on_validation_end()
+
+    def on_exception(self, *args: Any) -> None:
+        self.on_validation_end()
