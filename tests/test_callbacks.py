@@ -193,7 +193,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_becomes_its_last(tmp_path: Path)
         def on_train_batch_start(self, *args: Any) -> None:
             found.append(last.samefile(best))
 
-    callbacks = ResumeState({}, tmp_path), Probe()
+    callbacks = ResumeState({}, tmp_path, {}, 1), Probe()
     trainer_with(tmp_path, *callbacks, epochs=3).fit(Plain(), **loaders(), ckpt_path=str(best))
     assert all(found)
     assert found

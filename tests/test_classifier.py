@@ -172,7 +172,7 @@ def test_a_schedule_that_follows_a_metric_keeps_what_it_has_seen(tmp_path: Path)
         first, settings = First(), {"optimizer": {"lr": 0.1}, "scheduler": {"patience": patience}}
         state = ResumeState({}, tmp_path, settings, steps_per_epoch=3)
         run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, first])
-        again = {"ckpt_path": tmp_path / "cut.ckpt"} if epochs == 4 else {}
+        again: dict[str, Any] = {"ckpt_path": tmp_path / "cut.ckpt"} if epochs == 4 else {}
         run.fit(mnist_cnn(scheduler=by_metric), loader(batches(3)), loader(batches(1)), weights_only=True, **again)
         run.save_checkpoint(tmp_path / "cut.ckpt")
         rates.append(first.group["lr"])

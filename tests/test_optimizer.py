@@ -64,8 +64,10 @@ def test_biases_and_norms_decay_if_asked(decays: bool) -> None:
         (["lr_scaling=linear", "batch_size=128"], torch.optim.SGD, {"lr": 0.06}),
     ],
 )
-def test_any_optimizer_by_hydras_convention(overrides: list[str], kind: type, options: dict[str, Any]) -> None:
-    optimizer = offered(*overrides)["optimizer"]([nn.Parameter(torch.zeros(1))])
+def test_any_optimizer_by_hydras_convention(
+    overrides: list[str], kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    optimizer: torch.optim.Optimizer = offered(*overrides)["optimizer"]([nn.Parameter(torch.zeros(1))])
     assert type(optimizer) is kind
     assert {name: optimizer.param_groups[0][name] for name in options} == options
 

@@ -287,6 +287,11 @@ class Untrained(LitDigits):
         return None
 
 
+class Twice(LitDigits):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+
 class Gathers(LitDigits):
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -625,10 +630,11 @@ def test_a_schedule_that_follows_a_metric_at_each_step_does_too(
     assert run.summary["weights_sha256"] == through.summary["weights_sha256"] != fixed.summary["weights_sha256"]
 
 
-def test_a_module_without_an_optimizer_is_refused(variants: Path, tmp_path: Path) -> None:
-    run = variant(variants, tmp_path, "Untrained", ok=False)
+@pytest.mark.parametrize(("name", "has"), [("Untrained", "no optimizer"), ("Twice", "several optimizers")])
+def test_a_step_has_one_optimizer(variants: Path, tmp_path: Path, name: str, has: str) -> None:
+    run = variant(variants, tmp_path, name, ok=False)
     assert run.returncode == 2, str(run)
-    assert "configure_optimizers returned no optimizer: a step has one" in run.stderr
+    assert f"configure_optimizers returned {has}: a step has one" in run.stderr
     assert run.folders == []
 
 

@@ -24,6 +24,10 @@ OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "op
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
+ONE = (
+    "a step has one; what is trained otherwise is a parameter group of it, what is not trained is frozen by "
+    "requires_grad_(False)"
+)
 
 
 class Factory:
@@ -105,7 +109,7 @@ def refuse_unused(config: Config) -> None:
 
 
 class OptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer, and keys that its optimizer does not follow."""
+    """Refuses, before the first step, a module without an optimizer or with several, and keys that none follows."""
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
@@ -113,10 +117,7 @@ class OptimizerCheck(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
-            raise Refusal(
-                "configure_optimizers returned no optimizer: a step has one; what is not trained is frozen by "
-                "requires_grad_(False)"
-            )
+            raise Refusal(f"configure_optimizers returned no optimizer: {ONE}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
         for key in self.given:
             if key.partition(".")[0] in ignored:
@@ -124,3 +125,7 @@ class OptimizerCheck(pl.Callback):
                     f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "
                     "this would change nothing; leave it out"
                 )
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
+            raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception

@@ -203,7 +203,9 @@ def image_folder(
             odd = f"only {has}/ has {differing[0]}{_more(differing)}"
             raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     check_headers(list(parts.values()))
-    return Source(train, parts["test"], Spec(channels, image_size, train.classes, tuple(mean), tuple(std)), parts.get("val"))
+    return Source(
+        train, parts["test"], Spec(channels, image_size, train.classes, tuple(mean), tuple(std)), parts.get("val")
+    )
 
 
 def check_headers(parts: Sequence[FolderDataset]) -> None:

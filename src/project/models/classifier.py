@@ -1,12 +1,13 @@
 """The LightningModule that trains any net which maps images to logits."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lockstep.step.metrics import ExactMean, ExactSum
 
@@ -85,8 +86,9 @@ class ImageClassifier(LightningModule):
         if "acc_top5" in self.scores:
             found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
         for name, values in found.items():
-            self.scores[name].update(values)
-            self.log(f"{stage}/{name}", self.scores[name])
+            score = cast(Metric, self.scores[name])
+            score.update(values)
+            self.log(f"{stage}/{name}", score)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits [n, num_classes]."""
