@@ -306,7 +306,7 @@ class Indices(BasePredictionWriter):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("processes", "samples"), [(1, 700), (3, 700), (3, 1)])
+@pytest.mark.parametrize(("world_size", "samples"), [(1, 700), (3, 700), (3, 1)])
 def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
     torch.manual_seed(0)
     spec = {"channels": 1, "image_size": 12, "num_classes": 3}
