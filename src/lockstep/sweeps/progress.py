@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.launch.environment import is_first
-from lockstep.sweeps.jobs import ENDED_WELL, Job
+from lockstep.run.summary import ENDED_WELL
+from lockstep.sweeps.jobs import Job
 
 
 @dataclass

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import external_workers
+from lockstep.run.cli import SweepFailed
 from lockstep.run.summary import summary_of
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.grid import Runner, devices, hint, of_the_run, refusals
@@ -81,7 +82,7 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     with study.alone():
         good = write_results(study, config, context)
     if not good:
-        jobs.failures.extend("no trial was completed" for _ in study.finished())
+        raise SweepFailed("no trial was completed")
 
 
 def check_fixed(config: DictConfig, context: HydraContext, fixed: Sequence[str], space: Mapping[str, Any]) -> None:
