@@ -16,12 +16,12 @@ from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import gpu_count
-from lockstep.run.cli import SweepFailed
 from lockstep.run.config import check
 from lockstep.run.resume import key
-from lockstep.run.summary import ENDED_WELL, summary_of
+from lockstep.run.summary import summary_of
+from lockstep.run.sweep import SweepFailed
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import Job, Slot
 from lockstep.sweeps.progress import Progress
@@ -61,7 +61,7 @@ def launch(
     missing = []
     for job in every:
         summary = summary_of(job.folder)
-        if summary.get("status") in ENDED_WELL:
+        if summary.get("status") == "completed":
             progress.saw(job.number, summary)
             progress.done += 1
         else:
@@ -72,7 +72,7 @@ def launch(
 
     def ended(job: Job, summary: dict[str, Any]) -> None:
         progress.ended(job, summary)
-        if summary.get("status") not in ENDED_WELL:
+        if summary.get("status") != "completed":
             failed.append(job)
 
     try:
@@ -81,7 +81,7 @@ def launch(
         if progress.done < progress.total or failed:
             hint(folder)
     if failed:
-        raise SweepFailed(f"{counted(len(failed), 'job')} of the sweep failed")
+        raise SweepFailed(len(failed))
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 

@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import external_workers
-from lockstep.run.cli import SweepFailed
 from lockstep.run.summary import summary_of
+from lockstep.run.sweep import SweepFailed
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.grid import Runner, devices, hint, of_the_run, refusals
 from lockstep.sweeps.jobs import Job
@@ -82,7 +82,7 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     with study.alone():
         good = write_results(study, config, context)
     if not good:
-        raise SweepFailed("no trial was completed")
+        raise SweepFailed(len(study.finished()))
 
 
 def check_fixed(config: DictConfig, context: HydraContext, fixed: Sequence[str], space: Mapping[str, Any]) -> None:
