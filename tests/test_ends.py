@@ -83,7 +83,7 @@ def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pending_signals: list[int] = [signal.SIGUSR1]
-    monkeypatch.setattr(preemption, "asked", pending_signals)
+    monkeypatch.setattr(preemption, "pending_signals", pending_signals)
     monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: pending_signals.append(signal.SIGTERM))
     epoch_loop = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=True))
     trainer: Any = SimpleNamespace(world_size=2, global_step=1, fit_loop=SimpleNamespace(epoch_loop=epoch_loop))
