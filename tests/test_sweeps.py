@@ -14,7 +14,7 @@ from conftest import Process, Program, Run, ended, summary_of, wait_for, workers
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import checker
 from lockstep.run.schema import Sweep
-from lockstep.sweeps.grid import arguments
+from lockstep.run.sweep import arguments
 from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration
 

@@ -62,8 +62,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 def _kept(config: Config, folder: Path) -> Layout | None:
     """The layout with the pieces of the run that goes on; None if there is none, or they don't fit the devices."""
     last = folder / "checkpoints" / "last.ckpt"
-    path = config.resume or (last if last.exists() else None)
-    recorded = checkpoint_io.load(path).get("lockstep", {}) if path else {}
+    recorded = checkpoint_io.load(last).get("lockstep", {}) if last.exists() else {}
     pieces = recorded.get("pieces", 0)
     fits = pieces >= config.layout.num_devices and not config.layout.batch_size % pieces
     return replace(config.layout, pieces=pieces) if fits else None

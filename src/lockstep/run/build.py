@@ -26,8 +26,8 @@ from lockstep.run.config import Config
 from lockstep.run.instantiate import instantiate
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, total_steps
-from lockstep.run.record import describe
-from lockstep.run.summary import versions
+from lockstep.run.provenance import versions
+from lockstep.run.summary import describe
 from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum

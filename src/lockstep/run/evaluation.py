@@ -17,8 +17,8 @@ from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.checks import checker, show
 from lockstep.run.config import Config, check
-from lockstep.run.record import RunRecord
 from lockstep.run.schema import OptionalGroup
+from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
 from lockstep.run.worker_setup import set_up_worker
 

@@ -19,8 +19,7 @@ from lockstep.loading import Spec, Splits, open_data
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
-from lockstep.run.record import summarise
-from lockstep.run.summary import write_summary
+from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
 
 LOG = logging.getLogger("lockstep")

@@ -18,52 +18,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import gpu_count
-from lockstep.run import resume
 from lockstep.run.checks import checker
 from lockstep.run.config import check
-from lockstep.run.resume import key, quoted, sweeps
+from lockstep.run.resume import key
 from lockstep.run.schema import Sweep
 from lockstep.run.summary import summary_of
+from lockstep.run.sweep import SweepFailed
 from lockstep.sweeps import jobs
-from lockstep.sweeps.jobs import ENDED_WELL, Job, Slot
+from lockstep.sweeps.jobs import Job, Slot
 from lockstep.sweeps.progress import Progress
-
-RESUME = "sweep.resume="
-
-
-def arguments(given: Sequence[str]) -> list[str]:
-    """The command line with `sweep.resume=<folder>` replaced by what it stands for: the overrides of that sweep, those
-    given now, and its folder.
-
-    Raises:
-        Refusal: it is no sweep's folder, or what is given now would list other jobs.
-    """
-    flags, task = resume.separated(given)
-    wanted = [argument.removeprefix(RESUME) for argument in task if argument.startswith(RESUME)]
-    now = [argument for argument in task if not argument.startswith(RESUME)]
-    if not wanted or wanted[-1] in ("null", ""):
-        return [*now, *flags]
-    folder = Path(wanted[-1].strip("'\"")).expanduser().absolute()
-    record = folder / "multirun.yaml"
-    if not record.is_file():
-        raise Refusal(f"{RESUME}{wanted[-1]}: no sweep's folder, there is no {record}")
-    try:
-        loaded = OmegaConf.load(record)
-        saved = loaded.hydra.overrides
-        before, of_hydra = list(map(str, saved.task)), list(map(str, saved.hydra))
-        of_hydra += resume.config_folders(loaded, given)
-    except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise Refusal(f"{record}: can't be read") from error
-    kept = {key(argument): argument for argument in [*of_hydra, *before]}
-    for argument in now:
-        changed = kept.get(key(argument), argument)
-        if sweeps(argument) or sweeps(changed):
-            raise Refusal(f"{argument}: {RESUME} runs the sweep's own jobs, which were given as {changed}")
-        kept[key(argument)] = argument
-    for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
-        kept.pop(name, None)
-    flags = ["-m", *(flag for flag in flags if flag not in resume.MULTIRUN)]
-    return [*kept.values(), f"{RESUME}{quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
 
 
 def of_the_run(overrides: Iterable[str]) -> list[str]:
@@ -100,25 +63,27 @@ def launch(
     missing = []
     for job in every:
         summary = summary_of(job.folder)
-        if summary.get("status") in ENDED_WELL:
+        if summary.get("status") == "completed":
             progress.saw(job.number, summary)
             progress.done += 1
         else:
             missing.append(job)
     if config.hydra.job.config_name == "train":
         check_jobs(config, context, missing)
-    run = Runner(config, context, task)
+    run, failed = Runner(config, context, task), list[Job]()
 
     def ended(job: Job, summary: dict[str, Any]) -> None:
         progress.ended(job, summary)
-        if summary.get("status") not in ENDED_WELL:
-            jobs.failures.append(str(summary.get("error")))
+        if summary.get("status") != "completed":
+            failed.append(job)
 
     try:
         jobs.run_jobs(iter(missing), run, ended, places, inside)
     finally:
-        if progress.done < progress.total or jobs.failures:
+        if progress.done < progress.total or failed:
             hint(folder)
+    if failed:
+        raise SweepFailed(len(failed))
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 
@@ -210,4 +175,4 @@ def devices(count: int, config: DictConfig) -> tuple[list[Slot], bool]:
 def hint(folder: Path) -> None:
     """Says how a sweep that is not complete goes on."""
     program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
-    print(f"to run what is missing: python {program} {RESUME}{shown}", file=sys.stderr)
+    print(f"to run what is missing: python {program} sweep.resume={shown}", file=sys.stderr)

@@ -28,12 +28,9 @@ from lockstep.launch.group import of_rank_zero
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.launch.signals import Interrupted, say_ending
-from lockstep.run.resume import quoted
-from lockstep.run.summary import summary_of, write_summary
+from lockstep.run.summary import conclude, summary_of
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ENDED_WELL = ("completed", "pruned")
-failures: list[str] = []  # of this process's sweep; `lockstep.run.cli` reads it, since Hydra hands nothing back
 
 
 @dataclass
@@ -185,17 +182,10 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
 
 
-def conclude(folder: Path, status: str, error: str | None = None) -> None:
-    """Says in a run's summary how it ended; the rest of it stays."""
-    with suppress(OSError):
-        write_summary(folder / "summary.json", summary_of(folder) | {"status": status, "error": error})
-
-
 def prepare(job: Job) -> list[str]:
     """The overrides that the job runs with: it goes on from its folder's checkpoint, or starts there anew."""
-    checkpoint = job.folder / "checkpoints" / "last.ckpt"
-    if checkpoint.exists():
-        return [*job.overrides, f"resume={quoted(checkpoint)}", "hydra.output_subdir=null"]
+    if (job.folder / "checkpoints" / "last.ckpt").exists():
+        return job.overrides
     for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
         shutil.rmtree(job.folder / drawn, ignore_errors=True)
     return job.overrides

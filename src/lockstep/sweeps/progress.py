@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.launch.environment import is_first
-from lockstep.sweeps.jobs import ENDED_WELL, Job
+from lockstep.sweeps.jobs import Job
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Progress:
         if not is_first():
             return
         print(" | ".join(parts), file=sys.stderr, flush=True)
-        if status not in ENDED_WELL:
+        if status != "completed":
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
 
 

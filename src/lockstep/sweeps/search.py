@@ -18,6 +18,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import external_workers
 from lockstep.run.summary import summary_of
+from lockstep.run.sweep import SweepFailed
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.grid import Runner, devices, hint, of_the_run, refusals
 from lockstep.sweeps.jobs import Job
@@ -81,7 +82,7 @@ def search(config: DictConfig, context: HydraContext, task: TaskFunction, given:
     with study.alone():
         good = write_results(study, config, context)
     if not good:
-        jobs.failures.extend("no trial was completed" for _ in study.finished())
+        raise SweepFailed(len(study.finished()))
 
 
 def check_fixed(config: DictConfig, context: HydraContext, fixed: Sequence[str], space: Mapping[str, Any]) -> None:
