@@ -263,7 +263,7 @@ class Indices(BasePredictionWriter):
 def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
     torch.manual_seed(0)
     spec = {"channels": 1, "image_size": 12, "num_classes": 3}
-    net = MnistCNN(**spec, lr=0.1, optimizer={"name": "sgd"}, scheduler={"name": "constant"}, total_steps=1)
+    net = MnistCNN(**spec)
     images = arrays(samples, size=12)
     sides = splits(arrays(9), evaluated=images)
     found: list[Any] = []

@@ -71,7 +71,7 @@ class ResumeState(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, trained in self._changed.items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
-        if self._loaded and self._loaded["continuation"]["settings"] != self.settings:
+        if self._loaded and self._loaded["continuation"].get("settings", self.settings) != self.settings:
             self._follow_settings(trainer)
         self._loaded = {}
 
