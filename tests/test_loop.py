@@ -254,7 +254,7 @@ class Tells(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[dict[str, torch.Tensor]] = []
+        self.told: list[dict[str, float]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
