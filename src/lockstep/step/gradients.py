@@ -78,9 +78,9 @@ class GradientSum:
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), reached])
         dist.all_reduce(flat)
         *parts, reached = flat.split([*(p.numel() for p in parameters), len(parameters)])
-        for parameter, part, world_size in zip(parameters, parts, reached.tolist(), strict=True):
+        for parameter, part, ranks in zip(parameters, parts, reached.tolist(), strict=True):
             part /= self.world_size
-            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape)) if world_size else None
+            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape)) if ranks else None
 
 
 class ExactGradientSum(GradientSum):
