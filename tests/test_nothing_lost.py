@@ -214,11 +214,8 @@ def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arithmetic", ["exact=true", "precision=64-true"])
-def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, arithmetic: str) -> None:
-    # AdamW divides by the gradient's size, and so makes much of rounding where that is small
-    optimizer = ("optimizer=adamw", "lr=0.003") if arithmetic == "exact=true" else ("optimizer=sgd",)
-    options = (*JOB, "pieces=4", "max_epochs=20", *optimizer, arithmetic)
+def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) -> None:
+    options = (*JOB, "pieces=4", "max_epochs=20", "optimizer=adamw", "lr=0.003", "exact=true")
     undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=1")
     process = run_train.start(*options, "strategy=ddp", "devices=4")
     folder = saves(run_train.outputs, process)
@@ -227,13 +224,7 @@ def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path, 
         process = run_train.start(f"resume={folder}", *layout)
         saves(run_train.outputs, process)
     killed(run_train, process)
-    run = run_train(f"resume={folder}", "strategy=ddp", "devices=2")
-    if arithmetic == "exact=true":
-        same_end(run, undisturbed)
-    else:
-        weights, expected = last(folder)["state_dict"], last(undisturbed.folder)["state_dict"]
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+    same_end(run_train(f"resume={folder}", "strategy=ddp", "devices=2"), undisturbed)
 
 
 @pytest.mark.slow
@@ -360,13 +351,6 @@ def test_terminated_with_the_whole_group(run_train: Program) -> None:
     assert last(folder)["global_step"] == run.summary["steps"]
 
 
-def test_terminated_before_the_first_step(run_train: Program) -> None:
-    process = started(run_train, *ENDLESS, *DDP)
-    os.killpg(process.pid, signal.SIGTERM)
-    run = run_train.finish(process)
-    assert run.returncode == 143, str(run)
-
-
 def pending(pid: int, signum: int) -> bool:
     """Whether a process has still to hear of a signal that it was sent."""
     return bool(int(of_process(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
@@ -403,19 +387,8 @@ def test_what_a_killed_continuation_made_is_told(run_train: Program) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("val_every=1", "batch_size=8"),
-        (
-            "val_every=1",
-            "batch_size=8",
-            "data.val_fraction=0",
-            "callbacks.checkpoint.monitor=null",
-            "data.samples=5000",
-        ),
-        ("batch_size=72",),
-        ("batch_size=72", "callbacks.checkpoint=null", *DDP),
-    ],
-    ids=["validation", "a validation of nothing", "epoch's end", "nothing else saves"],
+    [("val_every=1", "batch_size=8"), ("batch_size=72", "callbacks.checkpoint=null", *DDP)],
+    ids=["validation", "epoch's end, and nothing else saves"],
 )
 def test_something_follows_every_step(run_train: Program, tmp_path: Path, options: tuple[str, ...]) -> None:
     job = (*ENDLESS, "data.samples=80", *options)  # 72 of them trained on, as a rule

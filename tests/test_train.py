@@ -364,14 +364,6 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
     assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_whole_group(run_train: Program) -> None:
-    process = started(run_train, "strategy=ddp", "devices=2")
-    os.killpg(process.pid, signal.SIGINT)
-    run = run_train.finish(process)
-    assert run.returncode == 130, str(run)
-    assert checkpoint(run.folder)["global_step"] == run.summary["steps"]
-
-
 def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     process = started(run_train, "strategy=ddp", "devices=2")
     workers = workers_of(process)

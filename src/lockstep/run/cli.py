@@ -88,6 +88,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
                 if full:
                     traceback.print_exception(error)
 
+    ran = False
     try:
         sys.argv[1:] = sweep.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
@@ -98,16 +99,17 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     except sweep.SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
-        if full:
-            traceback.print_exception(refused)
+        raised[:] = [refused]
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(refused, BAD_INPUT):
             forget(Path(HydraConfig.get().sweep.dir))
-        return REFUSED, f"error: {line(refused, config_name)}"
-    for error in raised:
-        if full:
-            traceback.print_exception(error)
-        return REFUSED if isinstance(error, BAD_INPUT) else FAILED, f"error: {line(error, config_name)}"
-    return 0, ""
+    else:
+        ran = True
+    if not raised:
+        return 0, ""
+    (error,) = raised
+    if full:
+        traceback.print_exception(error)
+    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error, config_name)}"
 
 
 def _help(config_name: str) -> tuple[int, str]:
