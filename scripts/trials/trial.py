@@ -6,7 +6,6 @@ and loop, with one callback more, which writes down. The parent only compares fi
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from trials.record import Record, Tensors, sensitive
 from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.launch import logs
 from lockstep.launch.agent import launch
+from lockstep.launch.environment import environment
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.build import compile_module, make_module, make_trainer
@@ -125,7 +125,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
 
 
 def _work(config: Config, splits: Splits, folder: Path, fault: str | None) -> dict[str, Any]:
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment().rank
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)

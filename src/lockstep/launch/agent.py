@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog, worker
-from lockstep.launch.environment import RESTARTS, environment_kept, external_workers
+from lockstep.launch.environment import RESTARTS, environment_kept, export, external_workers
 from lockstep.launch.group import LOOPBACK, join_external
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import end_children
@@ -114,7 +114,7 @@ def launch(
             shutdown_timeout=GRACE_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
-        os.environ[RESTARTS] = str(restarts)
+        export(**{RESTARTS: str(restarts)})
         try:
             results = elastic_launch(config, worker.run)(work, layout, args, os.getpid())
             interrupted = next((r.signum for r in results.values() if isinstance(r, worker.Ended)), None)

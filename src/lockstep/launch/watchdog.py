@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-VARIABLE = "LOCKSTEP_BEATS"
+from lockstep.launch.environment import BEATS, environment, export
+
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
 WAITS = -1  # in place of the turn, see `patient`
 _beats: NDArray[np.float64] | None = None
@@ -66,7 +67,7 @@ def patient() -> Iterator[None]:
 def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
-    if path := os.environ.get(VARIABLE):
+    if path := environment().beats:
         beats = np.asarray(np.memmap(path, dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
         _beats = beats.reshape(-1, 4)[rank]
         beat(0)
@@ -74,7 +75,7 @@ def join(rank: int) -> None:
 
 def steps() -> int:
     """Asked by the parent while it watches: optimizer steps that all workers have made."""
-    beats = np.fromfile(os.environ[VARIABLE]).reshape(-1, 4)
+    beats = np.fromfile(environment().beats).reshape(-1, 4)
     return int(min((step for when, step, _, _ in beats if when), default=0))
 
 
@@ -125,7 +126,7 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     """
     path = Path(folder) / "beats"
     table = np.memmap(path, dtype=np.float64, mode="w+", shape=(workers, 4))
-    os.environ[VARIABLE] = str(path)
+    export(**{BEATS: str(path)})
     done, found = threading.Event(), dict[int, str]()
     pause = min(1.0, timeout / 4)
 
@@ -176,4 +177,3 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     finally:
         done.set()
         thread.join()
-        os.environ.pop(VARIABLE, None)

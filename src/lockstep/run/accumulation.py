@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.found_pieces import kept
 from lockstep.launch import logs
 from lockstep.launch.agent import launch
+from lockstep.launch.environment import environment
 from lockstep.loading import Splits
 from lockstep.run.build import make_module, make_trial
 from lockstep.run.config import Config
@@ -43,7 +43,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
         rdzv_endpoint=config.rdzv_endpoint,
         hang_timeout=config.hang_timeout,
     )
-    if os.environ.get("RANK", "0") == "0":
+    if environment().rank == 0:
         used = "" if peak is None else f" in {peak / MIB:.0f} MiB of each device"
         limit = "" if config.memory_budget is None else f", memory_budget={config.memory_budget:g}"
         print(f"accumulate_grad_batches={layout.accumulate} fits{used}{limit}", file=sys.stderr)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import json
-import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,7 +22,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
 from lockstep.launch import logs
-from lockstep.launch.environment import STARTED
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
@@ -197,7 +195,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "record": recorded,
         "config": config.raw,
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
-        "started": float(os.environ.get(STARTED, time.time())),
+        "started": environment().started,
     }
     named = config.callbacks.items()
     made = {f"callbacks.{name}": build(f"callbacks.{name}", options, **offers) for name, options in named if options}
@@ -229,7 +227,7 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
 
 def _with_rows(logger: CSVLogger, step: int) -> CSVLogger:
     """Lightning's, which would remove the rows of the run that goes on: those of its `step` steps stay."""
-    if step and os.environ.get("RANK", "0") == "0":
+    if step and environment().rank == 0:
         path = Path(logger.log_dir, "metrics.csv")
         before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
         if path.exists() and not before.exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch import logs
+from lockstep.launch.environment import environment
 from lockstep.launch.group import agree
 from lockstep.loading import Spec, Splits
 from lockstep.run import checks, fast, resume
@@ -126,7 +126,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if splits.test is None:
         raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
     started = time.perf_counter()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment().rank
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     module = make_module(config, splits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import has_computed
-from lockstep.launch.environment import STARTED
+from lockstep.launch.environment import STARTED, export
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli, resume
 from lockstep.run.checks import ROOT
@@ -70,7 +69,7 @@ def train(config: Composed) -> dict[str, Any]:
         splits = open_data(checked.data, checked.data_dir, checked.seed)
         folder = Path(HydraConfig.get().run.dir).absolute()
         (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-        os.environ[STARTED] = str(time.time())
+        export(**{STARTED: str(time.time())})
         try:
             with resume.recorded(cfg, folder, cli.BAD_INPUT), has_computed():
                 summary: dict[str, Any] = run_in_workers(work, checked, splits, folder)
@@ -80,8 +79,6 @@ def train(config: Composed) -> dict[str, Any]:
             raise
         except Interrupted as interrupted:
             raise KeyboardInterrupt(str(interrupted)) from None
-        finally:
-            os.environ.pop(STARTED, None)
         return {**summary, "folder": str(folder)}
 
 

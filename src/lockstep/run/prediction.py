@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 from lockstep.callbacks import Heartbeat, checkpoint_io
 from lockstep.launch import logs
 from lockstep.launch.atomic import replacing
+from lockstep.launch.environment import environment
 from lockstep.loading import Spec, Splits, open_data
 from lockstep.run import fast
 from lockstep.run.build import make_data, make_module, make_trainer
@@ -80,7 +80,7 @@ class Predictor(pl.LightningModule):
 
 def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment().rank
     logs.configure(folder, rank)
     fast.set_up(config.layout, config.threads, config.allocator)
     predictor = Predictor(load_module(config, splits))

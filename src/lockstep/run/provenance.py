@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
-from lockstep.run import slurm
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 from lockstep.run.summary import git_info, untracked, versions, write_summary
@@ -33,7 +33,7 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
         folder / "provenance.json",
         {
             "command": sys.argv,
-            "slurm_job": slurm.job(),
+            "slurm_job": environment().slurm_job,
             "config": config.raw,
             "data_fingerprint": fingerprint,
             "git": git,

@@ -14,7 +14,7 @@ from lockstep.arithmetic.layout import counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.checkpoint_io import weights_in_use
-from lockstep.launch.environment import restart_count
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import Splits
 from lockstep.run.config import Config
@@ -137,7 +137,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "tested_step": None,
         "best_checkpoint": found["best"],
         "last_checkpoint": found["last"],
-        "restarts": restart_count(),
+        "restarts": environment().restarts,
         "versions": versions(),
         "git": git_info(),
     }

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
-from lockstep.launch.environment import external_workers, is_first
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.group import agree
 from lockstep.run import checks, slurm
 from lockstep.run.checks import ROOT
@@ -112,7 +112,7 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
     that exist already, and of several machines, the first one writes."""
     own = uuid.uuid4().hex
     if external_workers():
-        writes = is_first()
+        writes = environment().rank == 0
     else:
         writes = agree(f"record of {folder}", own, cfg.num_nodes, cfg.rdzv_endpoint) == own
     if not writes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -11,15 +10,12 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-
-def job() -> str | None:
-    """The id of the batch job that this process is part of."""
-    return os.environ.get("SLURM_JOB_ID")
+from lockstep.launch.environment import environment
 
 
 def restarted() -> bool:
     """Whether SLURM has started this job before."""
-    return job() is not None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    return environment().slurm_job is not None and environment().slurm_restarts > 0
 
 
 def earlier_run(runs: Path, overrides: Sequence[str]) -> Path | None:
@@ -47,7 +43,7 @@ def earlier_sweep(runs: Path, overrides: Sequence[str]) -> Path | None:
 def ours(folder: Path) -> bool:
     """Whether this job has made or resumed the run in `folder`."""
     with suppress(OSError, ValueError):
-        return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == job())
+        return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == environment().slurm_job)
     return False
 
 
@@ -64,14 +60,15 @@ def requeue() -> str | None:
     Only a job that is still running is queued again: one that SLURM itself preempts is already, and one that somebody
     cancelled shall end. Of several tasks the first one asks.
     """
-    if job() is None or os.environ.get("SLURM_PROCID", "0") != "0":
+    job = environment().slurm_job
+    if job is None or environment().slurm_task != 0:
         return None
-    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job()}")
+    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job}")
     if not error and state != "RUNNING":
         return None
     if not error:
-        _, error = _ask("scontrol", "requeue", str(job()))
-    return f"SLURM job {job()} {f'could not be queued again: {error}' if error else 'is queued again'}"
+        _, error = _ask("scontrol", "requeue", job)
+    return f"SLURM job {job} {f'could not be queued again: {error}' if error else 'is queued again'}"
 
 
 def _ask(*command: str) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +28,7 @@ from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.callbacks.found_pieces import kept
 from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.launch import logs
-from lockstep.launch.environment import external_workers, restart_count
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.loading import Splits
@@ -58,7 +57,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
     started = time.perf_counter()
-    rank = int(os.environ.get("RANK", "0"))
+    rank = environment().rank
     config = as_launched(config)
     logs.configure(folder, rank)
     if config.batch_size > len(splits.train):
@@ -115,7 +114,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         ours = (
             isinstance(error, Exception) and not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
         )
-        if checkpoint and not restart_count() and trainer.global_step <= first and ours:  # the run stays what it was
+        stands = trainer.global_step <= first and not environment().restarts
+        if checkpoint and stands and ours:  # the run stays what it was
             if isinstance(error, Refusal):
                 raise
             logging.root.error("the run can't go on", exc_info=error)
@@ -135,7 +135,7 @@ def as_launched(config: Config) -> Config:
     """The config with the number of machines that take part; under `elastic` these may be fewer than asked for."""
     if not config.elastic or config.layout.strategy != "ddp":
         return config
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", config.layout.num_nodes))
+    nodes = environment().nodes or config.layout.num_nodes
     return replace(config, layout=replace(config.layout, num_nodes=nodes))
 
 
@@ -147,7 +147,7 @@ def first_batch(config: Config, train: Any) -> Any:
 
 def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
     """What `resume` names; but a group that was restarted goes on from what it has saved since."""
-    for name in ("last.ckpt", "best.ckpt") if restart_count() else ():
+    for name in ("last.ckpt", "best.ckpt") if environment().restarts else ():
         path = folder / "checkpoints" / name
         if not path.exists():
             continue

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import start_method
-from lockstep.launch.environment import STARTED, external_workers
+from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import of_rank_zero
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
@@ -112,7 +112,7 @@ def run_jobs(
     if inside:
         for each in jobs:
             each.started = time.monotonic()
-            os.environ[STARTED] = str(time.time())
+            export(**{STARTED: str(time.time())})
             start(each)
             ended(each, of_rank_zero(summary_of(each.folder)))
         return
@@ -157,7 +157,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
     if place.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
     os.environ.update(job.environment)
-    os.environ[STARTED] = str(time.time())
+    export(**{STARTED: str(time.time())})
     try:
         if apart:  # side by side, they would talk at once
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch.environment import is_first
+from lockstep.launch.environment import environment
 from lockstep.sweeps.jobs import ENDED_WELL, Job
 
 
@@ -59,7 +59,7 @@ class Progress:
         if left := self.total - self.done:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
-        if not is_first():
+        if environment().rank:
             return
         print(" | ".join(parts), file=sys.stderr, flush=True)
         if status not in ENDED_WELL:
