@@ -31,7 +31,7 @@ from lockstep.run.checks import ROOT
 from lockstep.run.cli import register_resolvers
 from lockstep.run.library import compose
 from lockstep.run.resume import differences, overrides
-from lockstep.sweeps.grid import arguments
+from lockstep.run.sweep import arguments
 from lockstep.sweeps.jobs import Job, prepare
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.

@@ -60,7 +60,7 @@ def environment() -> Environment:
     if torchrun:
         ranks = {name: told.get(name, alone) for name, alone in ranks.items()}
     elif slurm:
-        ranks |= {name: told[theirs] for name, theirs in SLURM_NAMES.items() if name in ranks}
+        ranks |= {name: told.get(theirs, "0") for name, theirs in SLURM_NAMES.items() if name in ranks}
     return Environment(
         launcher="torchrun" if torchrun else "slurm" if slurm else None,
         rank=int(ranks["RANK"]),

@@ -31,12 +31,10 @@ from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.later import import_later
 from lockstep.launch.signals import Interrupted
-from lockstep.run import checks, resume, slurm
+from lockstep.run import checks, resume, slurm, sweep
 from lockstep.run.checks import ROOT, options, run_name, unknown
 from lockstep.run.config import check_nodes
 from lockstep.run.summary import summary_of
-from lockstep.sweeps import grid
-from lockstep.sweeps.jobs import ENDED_WELL, conclude, failures
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
@@ -72,15 +70,15 @@ def command(job: Job, config_name: str) -> NoReturn:
             with resume.recorded(cfg, folder, BAD_INPUT) if goes_on else nullcontext():
                 result = job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
             shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
-            if sweeping and not shared and summary_of(folder).get("status") not in ENDED_WELL:
-                conclude(folder, "completed")  # the program writes none
+            if sweeping and not shared and summary_of(folder).get("status") != "completed":
+                sweep.conclude(folder, "completed")  # the program writes none
             return result
         except Exception as error:
             if sweeping and external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 print(f"error: {line(error, config_name)}", file=sys.stderr)
                 leave(FAILED)
             if sweeping:  # the sweep tells of it, from its own process
-                conclude(folder, "failed", line(error, config_name))
+                sweep.conclude(folder, "failed", line(error, config_name))
                 if full:
                     traceback.print_exception(error)
                 return None
@@ -102,7 +100,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     try:
-        sys.argv[1:] = grid.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
+        sys.argv[1:] = sweep.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         print(str(interrupted) or "interrupted by SIGINT", file=sys.stderr)
@@ -110,14 +108,14 @@ def command(job: Job, config_name: str) -> NoReturn:
         if code == 143 and (told := slurm.requeue()):
             print(told, file=sys.stderr)
         leave(code)
+    except sweep.SweepFailed as failed:
+        print(f"error: {failed}", file=sys.stderr)
+        leave(FAILED)
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job: what a job raises is kept above
         errors.append(refused)
         composed = False
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(refused, BAD_INPUT):
             forget(Path(HydraConfig.get().sweep.dir))
-    if failures:
-        print(f"error: {len(failures)} job{'s' * (len(failures) > 1)} of the sweep failed", file=sys.stderr)
-        leave(FAILED)
     if not errors:
         leave(0)
     if full:

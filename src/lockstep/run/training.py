@@ -26,7 +26,6 @@ from lockstep.callbacks import (
 )
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.callbacks.found_pieces import kept
-from lockstep.callbacks.pruning import Pruned, pruning
 from lockstep.launch import logs
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.signals import Interrupted
@@ -77,7 +76,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         ReplicaConsistencyCheck(),
         *make_callbacks(config, splits, folder, module),
     ]
-    callbacks += [*pruning(), ResumeState(config.raw, folder), Preemption(folder)]
+    callbacks += [ResumeState(config.raw, folder), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
@@ -105,9 +104,6 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.fitted()
         run.finish("interrupted", str(interrupted))
         raise
-    except Pruned as pruned:
-        run.fitted()
-        return run.finish("pruned", str(pruned))
     except BaseException as error:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file

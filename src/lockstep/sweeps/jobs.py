@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import of_rank_zero
@@ -29,11 +29,10 @@ from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.launch.signals import Interrupted, say_ending
 from lockstep.run.resume import quoted
-from lockstep.run.summary import summary_of, write_summary
+from lockstep.run.summary import summary_of
+from lockstep.run.sweep import conclude
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ENDED_WELL = ("completed", "pruned")
-failures: list[str] = []  # of this process's sweep; `lockstep.run.cli` reads it, since Hydra hands nothing back
 
 
 @dataclass
@@ -44,9 +43,7 @@ class Job:
     folder: Path
     overrides: list[str]
     label: str = ""  # what sets it apart from the other jobs
-    environment: dict[str, str] = field(default_factory=dict)
     started: float = 0.0  # time.monotonic()
-    held: Any = None  # whoever draws jobs: what goes with this one
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,12 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
     Raises:
         Refusal: there are fewer GPUs than jobs; or, without any, fewer cores.
     """
-    if jobs == 1:
-        return [Slot()]
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
-        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {_are(count, kind)}")
+        are = "is" if count == 1 else "are"
+        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {counted(count, kind)}")
     cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
     return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
-
-
-def _are(count: int, kind: str) -> str:
-    return f"is 1 {kind}" if count == 1 else f"are {count} {kind}s"
 
 
 def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
@@ -93,13 +85,13 @@ def in_place(num_nodes: int) -> bool:
 
 
 def run_jobs(
-    jobs: Iterator[Job],
+    jobs: Sequence[Job],
     start: Callable[[Job], None],
     ended: Callable[[Job, dict[str, Any]], None],
     places: Sequence[Slot],
     inside: bool = False,
 ) -> None:
-    """Runs jobs as places come free, the next one drawn only then.
+    """Runs jobs as places come free.
 
     Args:
         start: the run itself, in the job's process.
@@ -110,25 +102,25 @@ def run_jobs(
         Interrupted: SIGTERM or SIGINT ended the sweep; the jobs were asked to save, and have ended.
     """
     if inside:
-        for each in jobs:
-            each.started = time.monotonic()
+        for job in jobs:
+            job.started = time.monotonic()
             export(**{STARTED: str(time.time())})
-            start(each)
-            ended(each, of_rank_zero(summary_of(each.folder)))
+            start(job)
+            ended(job, of_rank_zero(summary_of(job.folder)))
         return
     import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
     imported()
     fork = multiprocessing.get_context("fork")
     running: dict[int, Running] = {}  # by what becomes ready when it ends
-    free = list(places)
+    waiting, free = list(jobs), list(places)
     with _signals_passed_on(running, apart=len(places) > 1) as received:
         while True:
-            while free and not received and (job := next(jobs, None)) is not None:
+            while free and waiting:
                 with _signals_held():  # none between a job's start and its being known
                     if received:
                         break
-                    place = free.pop(0)
+                    job, place = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
                     process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
@@ -155,8 +147,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     if place.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    os.environ.update(job.environment)
+        export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
     export(**{STARTED: str(time.time())})
     try:
         if apart:  # side by side, they would talk at once
@@ -183,12 +174,6 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
     if code < 0:
         conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
-
-
-def conclude(folder: Path, status: str, error: str | None = None) -> None:
-    """Says in a run's summary how it ended; the rest of it stays."""
-    with suppress(OSError):
-        write_summary(folder / "summary.json", summary_of(folder) | {"status": status, "error": error})
 
 
 def prepare(job: Job) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.launch.environment import environment
-from lockstep.sweeps.jobs import ENDED_WELL, Job
+from lockstep.sweeps.jobs import Job
 
 
 @dataclass
@@ -20,7 +20,8 @@ class Progress:
         metric: name in a summary's `metrics` by which the best is chosen.
         mode: max or min.
         at_once: jobs that run at the same time.
-        done: jobs that were over before.
+        done: jobs that are over, of an earlier start too.
+        failed: those of this start that did not end well.
     """
 
     total: int
@@ -28,6 +29,7 @@ class Progress:
     mode: str
     at_once: int = 1
     done: int = 0
+    failed: int = 0
     best: tuple[float, int] | None = None  # value, job number
     seconds: list[float] = field(default_factory=list)
 
@@ -42,6 +44,7 @@ class Progress:
 
     def ended(self, job: Job, summary: dict[str, Any]) -> None:
         self.done += 1
+        self.failed += summary.get("status") != "completed"
         took = time.monotonic() - job.started
         self.seconds.append(took)
         value = self.saw(job.number, summary)
@@ -62,7 +65,7 @@ class Progress:
         if environment().rank:
             return
         print(" | ".join(parts), file=sys.stderr, flush=True)
-        if status not in ENDED_WELL:
+        if status != "completed":
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
 
 
