@@ -83,7 +83,7 @@ def test_bad_input_is_one_line(
     with pytest.raises(Refusal, match=message) as refused:
         lockstep.train(lockstep.compose(*overrides))
     assert "\n" not in str(refused.value)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("outputs/*"))
 
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:

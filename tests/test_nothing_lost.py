@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import Process, Program, Run, ended, of_process, summary_of, wait_for, workers_of
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
@@ -27,12 +25,9 @@ from tensorboard.util import tensor_util
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run import resume
-from lockstep.run.checks import ROOT
-from lockstep.run.cli import register_resolvers
+from lockstep.run.continuation import differences
 from lockstep.run.library import compose
-from lockstep.run.resume import differences, overrides
-from lockstep.run.sweep import arguments
-from lockstep.sweeps.jobs import Job, prepare
+from lockstep.run.resume import overrides
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
@@ -267,17 +262,12 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
-    (folder / "0" / "checkpoints").mkdir(parents=True)
-    (folder / "0" / "checkpoints" / "last.ckpt").touch()
-    run, sweep = overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1]
-    job = prepare(Job(0, folder / "0", []))
-    values = [
-        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(x)} for x in (run, sweep, job)
-    ]
-    assert values[0]["hydra.run.dir"] == values[1]["hydra.sweep.dir"] == values[1]["sweep.resume"] == str(folder)
-    assert [value["resume"] for value in (values[0], values[2])] == [
-        str(path / "checkpoints" / "last.ckpt") for path in (folder, folder / "0")
-    ]
+    run, sweep = (
+        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
+        for found in (overrides([f"resume={folder}"], "train"), overrides([f"sweep.resume={folder}"], "train")[:-1])
+    )
+    assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
+    assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
 
 
 def test_powersgd_tells_what_no_checkpoint_holds(run_train: Program) -> None:
@@ -333,20 +323,6 @@ def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
     with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
         overrides(["resume=last"], program)
     assert overrides(["resume=null"], program) == ["resume=null"]
-
-
-def test_runs_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    run = tmp_path / "runs" / "mnist_cnn_digits" / "1"
-    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml"):
-        (run / file).parent.mkdir(parents=True)
-        (run / file).write_text("[]")
-    assert f"hydra.run.dir='{run}'" in overrides(["resume=last", "outputs='~/runs'"], "train")
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = hydra_compose("train", ["outputs='~/runs'"], return_hydra_config=True)
-    assert Path(config.hydra.run.dir).parent == run.parent
-    assert Path(config.hydra.sweep.dir).parent == run.parent / "sweeps"
 
 
 def test_what_changed_since_the_checkpoint_is_told_once() -> None:
@@ -504,19 +480,41 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
-    folder = run_train(*JOB, "max_epochs=2").folder
+    folder = run_train(*JOB, "max_epochs=1").folder
+    first = folder / "checkpoints" / "first.ckpt"
+    first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    through = run_train(f"resume={folder}", "max_epochs=2")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     # the first by the parent, the others by a worker: other weights, another optimizer, other steps, fewer of them
-    for refused in ("pieces=3", "data.image_size=16", "optimizer=adamw", "batch_size=16", "max_epochs=1"):
-        run = run_train(f"resume={folder}", refused, ok=False)
+    refused = ["pieces=3", "data.image_size=16", "optimizer=adamw", "batch_size=16", "max_epochs=1"]
+    for wanted, wrong in [*((folder, each) for each in refused), (first, "batch_size=16"), (first, "max_steps=2")]:
+        run = run_train(f"resume={wanted}", wrong, ok=False)
         assert run.returncode == 2, str(run)
         assert run.stderr.count("\n") == 1
-        log = {folder / "train.log", folder / "provenance.json"}
-        assert {path: path.read_bytes() for path in before if path not in log} == {
+        log = {folder / "train.log", folder / "provenance.json", folder / "git.diff"}
+        now = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert {path: now[path] for path in now if path not in log} == {
             path: content for path, content in before.items() if path not in log
         }
+    again = run_train(f"resume={first}")  # an older one takes the last one's place when it is taken
+    assert "resumes after step 12\n" in again.stderr
+    same_end(again, through)
+    assert not (folder / "checkpoints" / "last.before.ckpt").exists()
     run = run_train(f"resume={folder}", "max_epochs=3")
     assert run_train(f"resume={folder}").summary["epochs"] == 3, "what was given once stays"
+
+
+def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(run_train: Program) -> None:
+    task = (*JOB, "lr=1e-30", "logger=none", f"hydra.run.dir={run_train.outputs / 'run'}")
+    run_train(*task, "max_steps=12")
+    last, best = (run_train.outputs / "run" / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    best.unlink()
+    best.write_bytes(last.read_bytes())
+    last.write_bytes(last.read_bytes()[:-100])
+    run = run_train(*task, "max_steps=24")
+    assert "the file is cut off" in run.stderr
+    assert "trying what is older\n" in run.stderr
+    assert "resumes after step 12\n" in run.stderr
 
 
 @pytest.mark.parametrize("kind", ["hostile", "truncated", "flipped", "foreign"])

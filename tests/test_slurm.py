@@ -6,13 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import Program, Run, free_port, summary_of, wait_for
-from omegaconf import OmegaConf
 
-from lockstep.run import resume
+from lockstep.run import slurm
 
 JOB = (
     "data=synthetic",
@@ -60,39 +59,28 @@ def terminated(program: Program, cluster: Path, *overrides: str, restarts: int =
 
 
 def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program, cluster: Path, tmp_path: Path) -> None:
-    folder = terminated(run_train, cluster, *LONG)
-    assert (cluster / "asked").read_text() == "requeue 77\n"
+    for restarts in range(2):  # the same command, as the job script has it
+        folder = terminated(run_train, cluster, *LONG, restarts=restarts)
+    assert (cluster / "asked").read_text() == "requeue 77\n" * 2
     assert summary_of(folder)["status"] == "interrupted"
-    run = run_train(*LONG, env=environment(cluster, restarts=1))  # the same command, as the job script has it
+    assert folder.name.startswith("slurm_77_")
+    run = run_train(*LONG, env=environment(cluster, restarts=2))
     assert run.folder == folder
     undisturbed = Program(tmp_path / "undisturbed")(*LONG)
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
-
-    other = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=1))  # the script's next command
+    other = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=2))  # the script's next command
     assert len(other.folders) == 2, "a run of its own"
-
-
-def test_it_may_have_to_end_again_and_again(run_train: Program, cluster: Path) -> None:
-    for restarts in range(3):
-        terminated(run_train, cluster, *LONG, restarts=restarts)
-    run = run_train(*LONG, env=environment(cluster, restarts=3))
-    assert len(run.folders) == 1
-    assert run.summary["status"] == "completed"
 
 
 def test_a_sweep_goes_on_too(run_train: Program, cluster: Path, tmp_path: Path) -> None:
     sweep = (*LONG, "-m", "seed=0,1")
     for restarts in range(2):
         terminated(run_train, cluster, *sweep, restarts=restarts)
-    assert (cluster / "asked").read_text() == "requeue 77\n" * 2
     run = run_train(*sweep, env=environment(cluster, restarts=2))
     undisturbed = Program(tmp_path / "undisturbed")(*sweep)
     assert len(run.jobs) == 2
     for one, other in zip(run.jobs, undisturbed.jobs, strict=True):
         assert summary_of(one)["weights_sha256"] == summary_of(other)["weights_sha256"]
-
-    after = run_train(*JOB, "max_epochs=1", "-m", "seed=2,3", env=environment(cluster, restarts=2))
-    assert len({folder.parent for folder in after.folders}) == 2, "the script's next sweep is one of its own"
 
 
 def test_a_job_that_was_cancelled_ends(run_train: Program, cluster: Path) -> None:
@@ -101,10 +89,35 @@ def test_a_job_that_was_cancelled_ends(run_train: Program, cluster: Path) -> Non
     assert not (cluster / "asked").exists()
 
 
-def test_another_job_starts_anew(run_train: Program, cluster: Path) -> None:
-    run_train(*JOB, "max_epochs=1", env=environment(cluster))
-    run = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=1) | {"SLURM_JOB_ID": "78"})
-    assert len(run.folders) == 2
+def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(job: str, restarts: int, *overrides: str) -> Path | None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        return slurm.folder(tmp_path, overrides)
+
+    first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")
+    assert first is not None
+    first.mkdir()
+    assert first == found("77", 1, "seed=0") == found("77", 2, "seed=0")
+    assert len({first, second, found("78", 0, "seed=0")}) == 3
+    assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
+
+
+def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:
+    """Its last checkpoint: neither the older one that it was given at first, nor that of another run."""
+    folder = run_train(*JOB, "max_epochs=1").folder
+    first = folder / "checkpoints" / "first.ckpt"
+    first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    command = (f"resume={first}", "scheduler=constant", "max_epochs=20")
+    terminated(run_train, cluster, *command)
+    later = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert later > torch.load(first, weights_only=True)["global_step"]
+    run_train(*JOB, "max_epochs=1", "seed=5")  # another one, saved since
+    run = run_train("resume=last", "max_epochs=20", env=environment(cluster, restarts=1))
+    assert f"resumes after step {later}\n" in run.stderr
+    made = summary_of(folder)["steps"]
+    run = run_train(*command, "max_epochs=21", env=environment(cluster, restarts=1))
+    assert f"resumes after step {made}\n" in run.stderr
 
 
 def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> None:
@@ -115,44 +128,6 @@ def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> Non
     assert [run.stderr.count("resumes after step") for run in runs] == [1, 0], "the first task speaks"
     for key in ("weights_sha256", "steps", "metrics"):
         assert runs[0].summary[key] == undisturbed.summary[key], key
-
-
-@pytest.mark.parametrize("flags", [["--config-dir", "{}"], ["--config-dir={}"]])
-def test_what_was_composed_from_a_folder_of_ones_own_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    flags = [flag.format(tmp_path) for flag in flags]
-    task = ["experiment=best", f"outputs={tmp_path}"]
-    for file, content in {
-        "experiment/best.yaml": "# @package _global_\nname: best\n",
-        "best/1/checkpoints/last.ckpt": "",
-        "best/1/provenance.json": '{"slurm_job": "77"}',
-        "best/1/.hydra/overrides.yaml": OmegaConf.to_yaml(task),
-        "best/sweeps/2/0/provenance.json": '{"slurm_job": "77"}',
-        "best/sweeps/2/multirun.yaml": OmegaConf.to_yaml({"hydra": {"overrides": {"task": [*task, "seed=0,1"]}}}),
-    }.items():
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(content)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert f"hydra.run.dir='{tmp_path / 'best' / '1'}'" in resume.overrides([*flags, *task], "train")
-    sweep = resume.overrides(["-m", *flags, *task, "seed=0,1"], "train")
-    assert sweep == [f"sweep.resume={tmp_path / 'best' / 'sweeps' / '2'}", "-m", *flags]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    "environment", ["SLURM_JOB_ID SLURM_NTASKS=2 SLURM_PROCID=", "TORCHELASTIC_RUN_ID WORLD_SIZE=2 RANK="]
-)
-def test_the_first_worker_records_what_a_run_goes_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, rank: int
-) -> None:
-    for variable in f"{environment}{rank}".split():
-        monkeypatch.setenv(*variable.partition("=")[::2])
-    given = SimpleNamespace(overrides=SimpleNamespace(task=["max_epochs=2"]))
-    monkeypatch.setattr(resume, "HydraConfig", SimpleNamespace(get=lambda: given))
-    with resume.recorded(OmegaConf.create({"max_epochs": 2}), tmp_path, ()):
-        assert len(list(tmp_path.glob(".hydra/*.yaml"))) == (2 if rank == 0 else 0)
 
 
 def as_tasks(program: Program, *overrides: str) -> list[Run]:

@@ -17,8 +17,9 @@ from lockstep.launch.group import agree
 from lockstep.loading import open_data
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
+from lockstep.run.continuation import told as told_of
 from lockstep.run.library import compose
-from lockstep.run.training import _resumption, train
+from lockstep.run.training import train
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -108,9 +109,9 @@ def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
     recorded = {"config": config.raw, "fingerprint": splits.fingerprint, "precision": "bf16-mixed"}
     resumed = {"global_step": 3, "lockstep": recorded}
     told = ["resumes after step 3", "changed since the checkpoint: precision: bf16-mixed -> 32-true"]
-    assert _resumption(config, splits, resumed) == told
+    assert told_of(config, splits, resumed) == told
     recorded["precision"] = "32-true"
-    assert _resumption(config, splits, resumed) == told[:1]
+    assert told_of(config, splits, resumed) == told[:1]
 
 
 @pytest.mark.parametrize("when", ["max_steps=3", "val_every=1000"])
@@ -268,6 +269,18 @@ def test_two_machines_go_on_with_one_run(tmp_path: Path) -> None:
     runs = [program.finish(process) for program, process in zip(programs, processes, strict=True)]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
     assert sorted(run.summary["steps"] for run in runs) == [1, 3]
+
+
+def test_machines_that_share_no_folder_do_not_go_on(tmp_path: Path) -> None:
+    """One has the run's last checkpoint, the other one would begin."""
+    one = Program(tmp_path / "one")(*SHORT, "pieces=2", "max_steps=1").folder
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    task = (*SHORT, "strategy=ddp", "num_nodes=2", met, "hang_timeout=60")
+    program = Program(tmp_path / "other")
+    processes = [program.start(*task, f"hydra.run.dir={folder}") for folder in (one, tmp_path / "other" / "run")]
+    for run in [program.finish(process) for process in processes]:
+        assert run.returncode == 2, str(run)
+        assert re.search("error: .*: the checkpoint is .* for rank 0 and .* for rank 1: not one folder\n", run.stderr)
 
 
 def test_machines_agree_on_each_thing_by_itself() -> None:

@@ -32,7 +32,8 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
     Raises:
         Refusal: not even pieces of one sample fit.
     """
-    if config.resume and (layout := kept(config, checkpoint_io.load(config.resume))):
+    last = folder / "checkpoints" / "last.ckpt"
+    if last.exists() and (layout := kept(config, checkpoint_io.load(last))):
         return replace(config, layout=layout)
     layout, peak = launch(
         measure,

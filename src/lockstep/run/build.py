@@ -27,8 +27,8 @@ from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
-from lockstep.run.record import describe
-from lockstep.run.summary import versions
+from lockstep.run.provenance import versions
+from lockstep.run.summary import describe
 from lockstep.run.targets import build
 from lockstep.step.compiled import GRAPHS, compile_networks
 from lockstep.step.finite import FiniteGradientCheck

@@ -17,7 +17,7 @@ from lockstep.loading import Spec, Splits
 from lockstep.run import checks, fast, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config, check
-from lockstep.run.record import RunRecord
+from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint

@@ -1,25 +1,31 @@
-"""Training from Python: what `src/train.py` does, without a command line and without leaving the process."""
+"""Training from Python: what `src/train.py` does, without leaving the process. It is done in a process of its own: that
+one has computed nothing, so that its workers may be forked, and they run neither a script nor a notebook again."""
 
 from __future__ import annotations
 
-import time
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agent import has_computed
-from lockstep.launch.environment import STARTED, export
-from lockstep.launch.signals import Interrupted
-from lockstep.run import cli, resume
+from lockstep.launch.agent import WorkerFailed
+from lockstep.launch.environment import environment_kept
+from lockstep.launch.processes import set_parent_death_signal
+from lockstep.run import cli, resume, supervisor
 from lockstep.run.checks import ROOT
-from lockstep.run.config import check
+
+PROGRAM = "from lockstep.run import library; library._run()"
 
 
 class Composed(dict[str, Any]):
@@ -40,8 +46,15 @@ def compose(*overrides: str) -> Composed:
     Raises:
         Refusal: an override that does not fit conf/.
     """
-    with _refusals():
-        return Composed(_plain(_compose(resume.overrides(cli.keyed(list(overrides)), "train"))), overrides)
+    try:
+        task = resume.overrides(cli.keyed(list(overrides)), "train")
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            cfg = hydra_compose("train", overrides=task)
+        return Composed(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), overrides)
+    except Refusal:
+        raise
+    except cli.BAD_INPUT as error:
+        raise Refusal(cli.line(error, "train")) from None
 
 
 def train(config: Composed) -> dict[str, Any]:
@@ -50,70 +63,54 @@ def train(config: Composed) -> dict[str, Any]:
 
     Raises:
         Refusal: bad input; nothing was started, or kept.
-        lockstep.launch.agent.WorkerFailed: a worker died.
+        lockstep.launch.agent.WorkerFailed: the run failed.
         KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
     """
     if not isinstance(config, Composed):
         raise Refusal("train() takes what compose() returns")
-    with _refusals(), _hydra_config(resume.overrides(config.overrides, "train")) as cfg:
-        raw = _plain(cfg)
-        if raw != config:
-            key = next(key for key in sorted({*raw, *config}) if raw.get(key) != config.get(key))
-            raise Refusal(f"{key} was changed after compose(): give it there, as on the command line")
-        checked = check(raw, given=resume.given())
-
-        from lockstep.loading import open_data
-        from lockstep.run.supervisor import run_in_workers
-        from lockstep.run.training import train as work
-
-        splits = open_data(checked.data, checked.data_dir, checked.seed)
-        folder = Path(HydraConfig.get().run.dir).absolute()
-        (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-        export(**{STARTED: str(time.time())})
+    now = compose(*config.overrides)
+    if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
+        raise Refusal(f"{changed[0]} was changed after compose(): give it there, as on the command line")
+    answers, answer = Pipe(duplex=False)
+    command = [sys.executable, "-c", PROGRAM, str(answer.fileno()), str(os.getpid()), *config.overrides]
+    path = os.pathsep.join(filter(None, sys.path))  # what this process can import
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[answer.fileno()],
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C is for this process, which passes it on
+    )
+    answer.close()
+    with environment_kept(), _passed_on(process), process:
         try:
-            with resume.recorded(cfg, folder, cli.BAD_INPUT), has_computed():
-                summary: dict[str, Any] = run_in_workers(work, checked, splits, folder)
-        except Refusal:
-            if HydraConfig.get().output_subdir is not None:  # not a run that goes on
-                cli.forget(folder)
-            raise
-        except Interrupted as interrupted:
-            raise KeyboardInterrupt(str(interrupted)) from None
-        return {**summary, "folder": str(folder)}
-
-
-def _compose(overrides: list[str]) -> DictConfig:
-    """The config with Hydra's own node, where a run's folder stands."""
-    cli.register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra_compose("train", overrides=overrides, return_hydra_config=True)
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    return OmegaConf.to_container(own, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+            code, said, summary = answers.recv()
+        except EOFError:
+            raise WorkerFailed("the run's process was killed") from None
+    if code == cli.REFUSED:
+        raise Refusal(said.removeprefix("error: "))
+    if code > 128:
+        raise KeyboardInterrupt(said)
+    if code:
+        raise WorkerFailed(said.removeprefix("error: "))
+    return dict(summary)
 
 
 @contextmanager
-def _hydra_config(overrides: list[str]) -> Iterator[DictConfig]:
-    """The composed config; inside, `HydraConfig` is what it is under Hydra's own main."""
-    instance = HydraConfig.instance()
-    before, cfg = instance.cfg, _compose(overrides)
-    instance.set_config(cfg)
-    with open_dict(cfg):
-        cfg.pop("hydra")
-    try:
-        yield cfg
-    finally:
-        instance.cfg = before
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda signum, frame: process.send_signal(signum))
+    yield
 
 
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Bad input is one line here too."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except cli.BAD_INPUT as error:
-        raise Refusal(cli.line(error, "train")) from None
+def _run() -> None:
+    """The run's own process."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    answer, parent = Connection(int(sys.argv.pop(1))), int(sys.argv.pop(1))
+    set_parent_death_signal(parent)
+    summary: dict[str, Any] = {}
+
+    def job(raw: dict[str, Any], folder: Path) -> None:
+        summary.update(supervisor.train(raw, folder), folder=str(folder))
+
+    answer.send((*cli.run(job, "train"), summary))

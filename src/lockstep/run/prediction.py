@@ -23,8 +23,7 @@ from lockstep.run import fast
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, misfit, record_of, some
-from lockstep.run.record import summarise
-from lockstep.run.summary import write_summary
+from lockstep.run.summary import summarise, write_summary
 from project.data import ImageFiles
 
 LOG = logging.getLogger("lockstep")

@@ -1,7 +1,5 @@
-"""`resume=`: a run goes on in its own folder, with its own config; what the command line says wins.
-
-A SLURM job that was queued again resumes by itself, a run or a sweep.
-"""
+"""`resume=` and `sweep.resume=` find a folder, and what was begun there goes on with its own config; what the command
+line says wins. A run is its folder: its workers go on from the last.ckpt that they find there (run/continuation.py)."""
 
 from __future__ import annotations
 
@@ -12,66 +10,186 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.utils import get_args_parser  # as in lockstep.run.cli
+from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.atomic import replacing
-from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.atomic import replacing, same_file
 from lockstep.launch.group import agree
 from lockstep.run import checks, slurm
 from lockstep.run.checks import ROOT
-from lockstep.run.config import Config, check_nodes
+from lockstep.run.config import check_nodes
 
 MULTIRUN = {"-m", "--multirun"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
+NOTHING = ("null", "None", "")
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, the
-    config folders that it was composed with, what is given now, the run's own folder and its checkpoint.
+    """The command line with `resume=` or `sweep.resume=` replaced by what it stands for: the overrides of what goes on,
+    the config folders that it was composed with, what is given now, its folder and its checkpoint.
 
     Args:
         arguments: `sys.argv[1:]`.
 
     Raises:
-        Refusal: there is nothing to resume, or the program is another one than train.py.
+        Refusal: there is nothing to resume, the program is another one than train.py, or what is given now would list
+            other jobs of a sweep.
     """
     flags, task = separated(arguments)
-    wanted = [argument.removeprefix("resume=") for argument in task if argument.startswith("resume=")]
-    if not wanted and slurm.restarted() and config_name == "train":
-        runs = _runs(arguments, config_name)
-        if sweep := slurm.earlier_sweep(runs, task):
-            return [f"sweep.resume={sweep}", *flags]
-        run = slurm.earlier_run(runs, task) if MULTIRUN.isdisjoint(flags) else None
-        wanted = [str(run)] if run else []
-    if not wanted or wanted[-1] in ("null", "None", ""):
-        return list(arguments)
+    asked = {name: [item for item in task if item.startswith(name)] for name in ("resume=", "sweep.resume=")}
+    run, sweep = (wanted[-1].partition("=")[2] if wanted else "null" for wanted in asked.values())
+    given = [argument for argument in task if argument not in asked["resume="] + asked["sweep.resume="]]
+    if sweep not in NOTHING:
+        return _sweep(sweep, given, flags)
+    if run in NOTHING:
+        return [*task, *flags]
     if config_name != "train":
-        raise Refusal(
-            f"resume={wanted[-1]}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
-        )
-    given = [argument for argument in task if not argument.startswith("resume=")]
-    checkpoint = _find(wanted[-1], given, flags, config_name)
+        raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
+    checkpoint = _find(run, given, flags, config_name)
     folder = checkpoint.parent.parent
     if not (folder / ".hydra" / "overrides.yaml").exists():
-        raise Refusal(f"resume={wanted[-1]}: {folder} is no run folder, it has no .hydra/overrides.yaml")
-    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
-    return [*_together(folder, given, arguments), *own, *flags]
+        raise Refusal(f"resume={run}: {folder} is no run folder, it has no .hydra/overrides.yaml")
+    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
+    return [*_together(folder, given, flags), *own, *flags]
 
 
-def _together(folder: Path, given: Sequence[str], arguments: Sequence[str]) -> list[str]:
+def _sweep(wanted: str, given: Sequence[str], flags: Sequence[str]) -> list[str]:
+    folder = Path(wanted.strip("'\"")).expanduser().absolute()
+    record = folder / "multirun.yaml"
+    if not record.is_file():
+        raise Refusal(f"sweep.resume={wanted}: no sweep's folder, there is no {record}")
+    try:
+        loaded = OmegaConf.load(record)
+        saved = loaded.hydra.overrides
+        before = [*map(str, saved.hydra), *config_folders(loaded, flags), *map(str, saved.task)]
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise Refusal(f"{record}: can't be read") from error
+    kept = {key(override): override for override in before}
+    for argument in given:
+        changed = kept.get(key(argument), argument)
+        if sweeps(argument) or sweeps(changed):
+            raise Refusal(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
+        kept[key(argument)] = argument
+    for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
+        kept.pop(name, None)
+    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
+    return [*kept.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
+
+
+def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The overrides of the run in a folder, and those that are given now, which win."""
     saved = folder / ".hydra" / "overrides.yaml"
     before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
     if (of_hydra := saved.with_name("hydra.yaml")).exists():
-        before += config_folders(OmegaConf.load(of_hydra), arguments)
+        before += config_folders(OmegaConf.load(of_hydra), flags)
     kept = {key(override): override for override in before if key(override) != "resume"}
     kept |= {key(argument): argument for argument in given}
     return list(kept.values())
+
+
+def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:
+    """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
+    if wanted == "last":
+        config = _composed([*given, *flags], config_name)
+        runs, runs_of = Path(checks.folder("outputs", config.outputs)) / str(config.name), "*"
+        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
+            runs, runs_of = runs.parent, "*/*"
+        found = newest("resume", runs, runs_of)
+        # where machines meet may be what that run was told
+        config = _composed([*_together(found, given, flags), *flags], config_name)
+        check_nodes(config.num_nodes, config.rdzv_endpoint, config.strategy.name)
+        wanted = agree("resumed", str(found), config.num_nodes, config.rdzv_endpoint)
+    path = Path(wanted.strip("'\"")).expanduser().resolve()
+    if path.is_dir():
+        path = path / "checkpoints" / "last.ckpt"
+    if not path.exists():
+        raise Refusal(f"resume={wanted}: there is no {path}")
+    return path
+
+
+def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
+    """The run that was saved last, of the folders in `runs` that match `runs_of`.
+
+    Args:
+        asked: the key that is `last`, for the message.
+
+    Raises:
+        Refusal: none has a checkpoint.
+    """
+    found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise Refusal(f"{asked}=last: no run in {runs} has a checkpoint")
+    folders = [path.parent.parent for path in found]
+    return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
+
+
+def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
+    """The config of a command line, without the keys that it sweeps over."""
+    from hydra import compose, initialize_config_dir
+
+    parsed = _parsed(arguments)
+    single = [argument for argument in parsed.overrides if not sweeps(argument)]
+    if parsed.config_dir:
+        single += _searched([os.path.abspath(parsed.config_dir)])
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(config_name, overrides=single)
+
+
+# --- in the folder ---
+
+
+@contextmanager
+def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
+    """A run, or what goes on, in its folder: `.hydra` holds what it is made with, and `checkpoints/last.ckpt` is what
+    it goes on from. If it is refused before it has saved anything, both are what they were. Of workers that exist
+    already, and of several machines, the first one writes, once."""
+    own = uuid.uuid4().hex
+    if agree(f"record of {folder}", own, cfg.num_nodes, cfg.rdzv_endpoint) != own:
+        yield
+        return
+    hydra = HydraConfig.get()
+    new = {"config.yaml": cfg, "hydra.yaml": {"hydra": hydra}, "overrides.yaml": hydra.overrides.task}
+    files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
+    before = {path: path.read_bytes() for path in files if path.exists()}
+    last, wanted = folder / "checkpoints" / "last.ckpt", cfg.get("resume")
+    other = bool(wanted) and not slurm.worked_on(folder) and not (last.exists() and last.samefile(wanted))
+    kept = last.with_name("last.before.ckpt")
+    if other:
+        if last.exists():
+            same_file(last, kept)
+        same_file(wanted, last)
+    begun = _state(last)
+    _write(files)
+    try:
+        yield
+    except refusals:
+        if _state(last) == begun:
+            _write(before)
+            if other:
+                last.unlink()
+                if kept.exists():
+                    kept.rename(last)
+        raise
+    finally:
+        kept.unlink(missing_ok=True)
+
+
+def _state(file: Path) -> tuple[int, int] | None:
+    return (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
+
+
+def _write(files: Mapping[Path, bytes]) -> None:
+    for path, content in files.items():
+        with replacing(path) as file:
+            file.write(content)
+
+
+# --- command lines ---
 
 
 def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -105,36 +223,6 @@ def _searched(folders: Iterable[str]) -> list[str]:
     return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
-@contextmanager
-def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
-    """While a run goes on, `.hydra` in its folder holds what it goes on with, for the next time; if that is refused,
-    what was there before. Hydra itself would leave the refused values, or half a file when it is killed. Of workers
-    that exist already, and of several machines, the first one writes."""
-    own = uuid.uuid4().hex
-    if external_workers():
-        writes = environment().rank == 0
-    else:
-        writes = agree(f"record of {folder}", own, cfg.num_nodes, cfg.rdzv_endpoint) == own
-    if not writes:
-        yield
-        return
-    new = {"config.yaml": cfg, "overrides.yaml": HydraConfig.get().overrides.task}
-    files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
-    before = {path: path.read_bytes() for path in files if path.exists()}
-    _write(files)
-    try:
-        yield
-    except refusals:
-        _write(before)
-        raise
-
-
-def _write(files: Mapping[Path, bytes]) -> None:
-    for path, content in files.items():
-        with replacing(path) as file:
-            file.write(content)
-
-
 def quoted(path: Path | str) -> str:
     """A path as an override's value, whatever characters it has."""
     return QuotedString(str(path), Quote.single).with_quotes()
@@ -153,101 +241,3 @@ def given() -> list[str]:
 def sweeps(override: str) -> bool:
     """Whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
-
-
-def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:
-    """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
-    if wanted == "last":
-        runs, runs_of = _runs([*given, *flags], config_name), "*"
-        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
-            runs, runs_of = runs.parent, "*/*"
-        found = newest("resume", runs, runs_of)
-        # where machines meet may be what that run was told
-        config = _composed([*_together(found, given, [*given, *flags]), *flags], config_name)
-        check_nodes(config.num_nodes, config.rdzv_endpoint, config.strategy.name)
-        wanted = agree("resumed", str(found), config.num_nodes, config.rdzv_endpoint)
-    path = Path(wanted.strip("'\"")).expanduser().resolve()
-    if path.is_dir():
-        path = path / "checkpoints" / "last.ckpt"
-    if not path.exists():
-        raise Refusal(f"resume={wanted}: there is no {path}")
-    return path
-
-
-def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
-    """The run that was saved last, of the folders in `runs` that match `runs_of`.
-
-    Args:
-        asked: the key that is `last`, for the message.
-
-    Raises:
-        Refusal: none has a checkpoint.
-    """
-    found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise Refusal(f"{asked}=last: no run in {runs} has a checkpoint")
-    folders = [path.parent.parent for path in found]
-    if slurm.restarted():  # others may have saved since
-        folders = [folder for folder in folders if slurm.ours(folder)] or folders
-    return folders[-1]
-
-
-def _runs(given: Sequence[str], config_name: str) -> Path:
-    """The folder of all runs of the name that a command line gives."""
-    config = _composed(given, config_name)
-    return Path(checks.folder("outputs", config.outputs)) / str(config.name)
-
-
-def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
-    """The config of a command line, without the keys that it sweeps over."""
-    from hydra import compose, initialize_config_dir
-
-    parsed = _parsed(arguments)
-    single = [argument for argument in parsed.overrides if not sweeps(argument)]
-    if parsed.config_dir:
-        single += _searched([os.path.abspath(parsed.config_dir)])
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose(config_name, overrides=single)
-
-
-def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
-    """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
-
-    Raises:
-        Refusal: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
-            steps, or more steps.
-    """
-    sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
-    for name in sorted(sizes[0].keys() | sizes[1].keys()):
-        there, here = (side.get(name, "missing") for side in sizes)
-        if there != here:
-            raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
-    before = checkpoint.get("lockstep", {}).get("config", {})
-    made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
-    if made is not None and made != now:
-        raise Refusal(f"model._target_={now}: {path} was made by {made}")
-    optimizer, chosen = (
-        one.get("_target_", one.get("name")) for one in (before.get("optimizer", {}), config.optimizer)
-    )
-    batch_size = before.get("batch_size", config.batch_size)
-    if optimizer is not None and optimizer != chosen:
-        raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
-    if batch_size != config.batch_size:
-        raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
-    if checkpoint["global_step"] > steps:
-        asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-        raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], above: str = "") -> list[str]:
-    """What changed between two plain configs, as `key: old -> new`; of a group that another one has replaced, its name
-    and what both have."""
-    found = []
-    replaced = before.get("name") != now.get("name")
-    for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{above}{key}.")
-        elif old != new:
-            found.append(f"{above}{key}: {old} -> {new}")
-    return found

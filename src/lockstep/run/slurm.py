@@ -1,14 +1,13 @@
-"""Under SLURM: a job that is told to end asks to be queued again, and goes on where it was when it is started again."""
+"""Under SLURM: a job that is told to end asks to be queued again, and goes on in its folder when it starts again."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-from omegaconf import OmegaConf
 
 from lockstep.launch.environment import environment
 
@@ -18,40 +17,24 @@ def restarted() -> bool:
     return environment().slurm_job is not None and environment().slurm_restarts > 0
 
 
-def earlier_run(runs: Path, overrides: Sequence[str]) -> Path | None:
-    """The folder in `runs` of the newest run that this job has made with the same overrides and a checkpoint."""
-    found = []
-    for checkpoint in runs.glob("*/checkpoints/last.ckpt"):
-        folder = checkpoint.parent.parent
-        with suppress(OSError, ValueError):
-            if ours(folder) and _plain(OmegaConf.load(folder / ".hydra" / "overrides.yaml")) == _plain(overrides):
-                found.append((checkpoint.stat().st_mtime, folder))
-    return max(found)[1] if found else None
+def folder(runs: Path, overrides: Iterable[object]) -> Path | None:
+    """The folder in `runs` of this job's run with these overrides: the same one each time that the job is started. None
+    without a job, and where a command that is given twice in one life of the job has been there before."""
+    job = environment().slurm_job
+    if job is None:
+        return None
+    of_command = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
+    own = runs / f"slurm_{job}_{of_command}"
+    return own if restarted() or not own.exists() else None
 
 
-def earlier_sweep(runs: Path, overrides: Sequence[str]) -> Path | None:
-    """The folder in `runs` of the newest sweep with the same overrides of which this job has begun a run."""
-    found = []
-    for record in runs.glob("sweeps/*/multirun.yaml"):
-        with suppress(OSError, ValueError, AttributeError):
-            same = _plain(OmegaConf.load(record).hydra.overrides.task) == _plain(overrides)
-            if same and any(ours(made.parent) for made in record.parent.glob("*/provenance.json")):
-                found.append((record.stat().st_mtime, record.parent))
-    return max(found)[1] if found else None
-
-
-def ours(folder: Path) -> bool:
-    """Whether this job has made or resumed the run in `folder`."""
+def worked_on(run: Path) -> bool:
+    """Whether this job, in an earlier life, has made or resumed the run in a folder."""
+    if not restarted():
+        return False
     with suppress(OSError, ValueError):
-        return bool(json.loads((folder / "provenance.json").read_text()).get("slurm_job") == environment().slurm_job)
+        return bool(json.loads((run / "provenance.json").read_text()).get("slurm_job") == environment().slurm_job)
     return False
-
-
-def _plain(overrides: Iterable[object]) -> list[str]:
-    """Overrides in order, without flags, what Hydra keeps to itself, and what an earlier start of the job went on
-    from."""
-    left = (str(override) for override in overrides)
-    return sorted(text for text in left if not text.startswith(("-", "hydra.", "resume=", "sweep.resume=")))
 
 
 def requeue() -> str | None:

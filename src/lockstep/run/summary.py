@@ -1,4 +1,5 @@
-"""What a run says about itself: `summary.json` and its parts. For a parent too, which must not import torch."""
+"""What a run says about itself: the line that it starts with, and summary.json when it ends. For a parent too, which
+must not import torch."""
 
 from __future__ import annotations
 
@@ -6,17 +7,151 @@ import hashlib
 import json
 import math
 import os
-import platform
-import subprocess
+import time
 from collections.abc import Mapping
-from importlib import metadata
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.arithmetic.layout import counted
+from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.atomic import replacing
-from lockstep.run.checks import ROOT
+from lockstep.launch.environment import environment
+from lockstep.launch.watchdog import patient
+from lockstep.run.config import Config
+from lockstep.run.provenance import git_info, versions
 
-PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lockstep.loading import Splits
+
+ENDED_WELL = ("completed", "pruned")
+
+
+def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
+    """The start-up line, with what was `chosen` for speed."""
+    layout = config.layout
+    order = DataOrder(len(splits.train), layout.batch_size, layout.pieces, config.seed)
+    parts = layout.describe()
+    if config.accumulate_grad_batches == "auto":
+        parts += f", accumulate_grad_batches={layout.accumulate} is the least that fits"
+    if layout.exact:
+        parts += ", exact"
+    lr = f"lr {config.step_lr:g}"
+    if config.lr_scaling != "none":
+        lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
+    epoch = f"{counted(order.steps_per_epoch, 'step')} per epoch, {steps} in all"
+    shown = os.path.relpath(folder)
+    where = str(folder) if shown.startswith("..") else shown
+    return " | ".join(filter(None, [parts, epoch, lr, config.precision, chosen, where]))
+
+
+@dataclass
+class RunRecord:
+    """The account of a run, from which rank zero writes summary.json."""
+
+    config: Config
+    splits: Splits
+    folder: Path
+    trainer: pl.Trainer
+    started: float  # time.perf_counter()
+    metrics: dict[str, float] = field(default_factory=dict)
+    sha: str | None = None
+    tested_step: int | None = None  # after which the tested weights were saved
+
+    def fitted(self) -> None:
+        """Takes down what testing would overwrite."""
+        self.metrics.update(logged(self.trainer))
+        self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
+        layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
+        self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
+
+    def tested(self) -> None:
+        """Takes down what the test has found, and of which weights."""
+        from lockstep.callbacks.checkpoint_io import weights_in_use
+
+        self.metrics.update(logged(self.trainer))
+        self.tested_step = weights_in_use(self.trainer)[1]
+
+    @patient()
+    def finish(self, status: str, error: str | None) -> dict[str, Any]:
+        """Writes the summary and returns it."""
+        from lockstep.callbacks import Checkpoint
+
+        trainer = self.trainer
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        meter = next((callback for callback in callbacks if hasattr(callback, "samples_per_second")), None)
+        checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
+        summary = {
+            **summarise(self.config, self.folder, status, error),
+            **progress(self.config, len(self.splits.train), trainer.global_step),
+            "epochs": trainer.current_epoch,
+            "metrics": self.metrics,
+            "throughput": {
+                "samples_per_second": getattr(meter, "samples_per_second", None),
+                "seconds_to_first_step": getattr(meter, "seconds_to_first_step", None),
+                "seconds_saving": getattr(checkpoint, "seconds", None),
+                "seconds": time.perf_counter() - self.started,
+            },
+            "weights_sha256": self.sha,
+            "tested_step": self.tested_step,
+        }
+        if trainer.is_global_zero:
+            write_summary(self.folder / "summary.json", summary)
+        return summary
+
+
+def logged(trainer: pl.Trainer) -> dict[str, float]:
+    """What was logged, as plain numbers; counts are whole."""
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in found.items()}
+
+
+def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
+    """A summary's account of `steps` optimizer steps on `samples` training samples."""
+    order = DataOrder(samples, config.layout.batch_size, config.layout.pieces, config.seed)
+    epochs, step = order.position(steps)
+    return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}
+
+
+def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
+    """The part of a summary that is known without a worker; the rest is empty."""
+    layout = config.layout
+    checkpoints = {name: folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")}
+    found = {name: str(path.relative_to(folder)) if path.exists() else None for name, path in checkpoints.items()}
+    return {
+        "status": status,
+        "error": error,
+        "name": config.name,
+        "model": config.model.get("name"),
+        "data": config.data.get("name"),
+        "seed": config.seed,
+        "layout": {
+            "strategy": layout.strategy,
+            "accelerator": layout.accelerator,
+            "devices": layout.devices,
+            "num_nodes": layout.num_nodes,
+            "accumulate_grad_batches": layout.accumulate,
+            "pieces": layout.pieces,
+            "piece_size": layout.piece_size,
+            "batch_size": layout.batch_size,
+            "exact": layout.exact,
+        },
+        "steps": 0,
+        "epochs": 0,
+        "samples_seen": 0,
+        "metrics": {},
+        "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
+        "weights_sha256": None,
+        "tested_step": None,
+        "best_checkpoint": found["best"],
+        "last_checkpoint": found["last"],
+        "restarts": environment().restarts,
+        "versions": versions(),
+        "git": git_info(),
+    }
 
 
 def weights_sha256(state_dict: Mapping[str, Any]) -> str:
@@ -24,56 +159,20 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
 
     It does not depend on memory format, device or insertion order. Extra state that is no tensor is left out.
     """
+    import torch
+
     sha256 = hashlib.sha256()
     for name in sorted(state_dict):
         value = state_dict[name]
-        if not hasattr(value, "detach"):
+        if not isinstance(value, torch.Tensor):
             continue
         sha256.update(name.encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
-        sha256.update(memoryview(flat.view(_uint8()).numpy()))  # through uint8, since numpy knows no bfloat16
+        sha256.update(memoryview(flat.view(torch.uint8).numpy()))  # since numpy knows no bfloat16
     return sha256.hexdigest()
 
 
-def _uint8() -> Any:
-    import torch
-
-    return torch.uint8
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide about the numbers, read without importing them."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_info(folder: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """Commit of the code, and whether it is not all of it: tracked files were changed since, or files in `src/` and
-    `conf/` are not tracked. Both None outside a repository. Never fails."""
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    command = ["git", "-C", str(folder or ROOT), *describe]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True, env=environment)
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
-    commit, _, dirty = done.stdout.strip().partition("-")
-    return {"commit": commit, "dirty": bool(dirty or untracked(folder))}
-
-
-def untracked(folder: str | os.PathLike[str] | None = None) -> list[str]:
-    """Files in the project's `src/` and `conf/` that git neither tracks nor ignores. Never fails."""
-    command = ["git", "-C", str(folder or ROOT), "ls-files", "-z", "--others", "--exclude-standard", "src", "conf"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+# --- the file ---
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -83,6 +182,14 @@ def summary_of(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def conclude(folder: Path, status: str, error: str | None = None, known: Mapping[str, Any] | None = None) -> None:
+    """Says in a run's summary how it ended, and what else is `known`; the rest stays. On a full disk all does: what
+    ended the run is the error to be told."""
+    with suppress(OSError):
+        summary = {**summary_of(folder), **(known or {}), "status": status, "error": error}
+        write_summary(folder / "summary.json", summary)
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16
-from lockstep.launch.signals import Interrupted, ask_to_end, pending_signals
-from lockstep.launch.worker import is_peer_failure
-from lockstep.loading.loaders import refuse_open_files
-from lockstep.run.accumulation import fitted
-from lockstep.run.balance import balanced
-from lockstep.run.config import Config
-from lockstep.run.record import progress, summarise
-from lockstep.run.summary import summary_of, write_summary
+from lockstep.launch.signals import Interrupted
+from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
+from lockstep.run import resume
+from lockstep.run.config import Config, check
+from lockstep.run.summary import conclude, progress, summarise, summary_of
+
+
+def train(raw: dict[str, Any], folder: Path) -> Any:
+    """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
+    config = check(raw, given=resume.given())
+
+    from lockstep.callbacks import checkpoint_io
+    from lockstep.loading import open_data
+    from lockstep.run.training import train as work
+
+    if config.resume:
+        checkpoint_io.load(config.resume)  # a damaged one is refused; workers would take an older one
+    splits = open_data(config.data, config.data_dir, config.seed)
+    return run_in_workers(work, config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -34,7 +44,6 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
         raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
-    refuse_open_files(splits, config.layout, config.num_workers)
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
@@ -43,22 +52,19 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     before = summary_of(folder)
     try:
-        if config.strategy["balance"]:
-            config = balanced(config, splits, folder)
         if config.accumulate_grad_batches == "auto":
+            from lockstep.run.accumulation import fitted
+
             config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
-    except Refusal as refusal:
-        if summary_of(folder) != before:  # by a rank that lost the one which can't read a file, say
-            _conclude(config, splits, folder, before, refusal)
-        raise
     except BaseException as error:
-        _conclude(config, splits, folder, before, error)
+        if not isinstance(error, Refusal) or summary_of(folder) != before:  # a refusal leaves the summary alone
+            _conclude(config, splits, folder, before, error)
         raise
 
 
 def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path, restarts: int = 0) -> Any:
-    spanning = config.elastic and config.num_nodes > 1
+    spanning = config.elastic and config.layout.num_nodes > 1
     return launch(
         work,
         config,
@@ -74,49 +80,32 @@ def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path,
 
 
 def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
-    """Goes on with one worker fewer when one is lost for good (the agent's `max_restarts` are used up), and with all
-    of them after `elastic_retry` seconds. `pieces` stay, so every layout takes the same steps."""
-    devices, restarts, again = config.layout.devices, 0, False
-
-    def retry(signum: int, frame: FrameType | None) -> None:
-        nonlocal again
-        again = True
-        ask_to_end()
-
-    signal.signal(signal.SIGALRM, retry)
+    """Goes on with one worker fewer when one is lost for good: when the agent's `max_restarts` are used up. `pieces`
+    stay, so every layout takes the same steps."""
+    now, restarts = config, 0
     while True:
-        if devices < config.layout.devices:
-            signal.setitimer(signal.ITIMER_REAL, config.elastic_retry)
         try:
-            shares = config.layout.shares if devices == config.layout.devices else ()
-            now = replace(config, layout=replace(config.layout, devices=devices, shares=shares))
             return _launch(work, now, splits, folder, restarts)
         except WorkerFailed as error:
-            if config.layout.strategy != "ddp" or devices == 1 or not (folder / "checkpoints" / "last.ckpt").exists():
+            devices, restarts = now.layout.devices - 1, restarts + 1
+            if not devices or not (folder / "checkpoints" / "last.ckpt").exists():
                 raise
-            devices -= 1
+            now = replace(config, layout=replace(config.layout, devices=devices, shares=()))
             print(f"{error}; going on with {devices} of {config.layout.devices} workers", file=sys.stderr)
-        except Interrupted:
-            if not again:
-                raise
-            devices = config.layout.devices
-            print(f"trying {devices} workers again", file=sys.stderr)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        restarts, again = restarts + 1, False
-        pending_signals.clear()  # by an alarm that came too late
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
-    """Writes the summary that a killed worker could not write, or names the root cause in the one that it wrote;
-    `before` is that of the run which this one goes on with."""
+    """Writes the summary of a run whose workers could not, or names the root cause in the one that they wrote; `before`
+    is that of the run which this one goes on with."""
+    if external_workers() and is_peer_failure(error):
+        time.sleep(VICTIM_SECONDS)
+        if (told := summary_of(folder)) != before and told.get("status") == "failed":
+            return  # the one that was lost has told why
     if isinstance(error, KeyboardInterrupt):  # before the workers, or after them
         error = Interrupted(signal.SIGINT)
     status = "interrupted" if isinstance(error, Interrupted) else "failed"
     written, steps = summary_of(folder), getattr(error, "steps", 0)
-    if external_workers() and is_peer_failure(error) and written != before and written.get("status") == "failed":
-        return  # the one that was lost has told why
+    known: dict[str, Any] = {}
     if not written or (written == before and steps):
-        written = summarise(config, folder, status, None) | progress(config, len(splits.train), steps)
-    with suppress(OSError):  # a full disk, say: what ended the run is the error to be told
-        write_summary(folder / "summary.json", written | {"status": status, "error": str(error)})
+        known = summarise(config, folder, status, str(error)) | progress(config, len(splits.train), steps)
+    conclude(folder, status, str(error), known)

@@ -22,14 +22,12 @@ from lockstep.callbacks import (
     Preemption,
     ReplicaConsistencyCheck,
     ResumeState,
-    checkpoint_io,
 )
-from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.callbacks.found_pieces import kept
 from lockstep.launch import logs
-from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
-from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
+from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
 from lockstep.run import fast, provenance
 from lockstep.run.build import (
@@ -42,9 +40,8 @@ from lockstep.run.build import (
     total_steps,
 )
 from lockstep.run.config import Config
-from lockstep.run.record import RunRecord, describe
-from lockstep.run.resume import differences, must_fit
-from lockstep.run.summary import summary_of
+from lockstep.run.continuation import checkpoint_in, differences, must_fit, told
+from lockstep.run.summary import RunRecord, describe
 from lockstep.step.finite import NonFinite
 from lockstep.step.hooks import overrides
 from project.models import ImageClassifier
@@ -59,15 +56,17 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = environment().rank
     config = as_launched(config)
     logs.configure(folder, rank)
-    if config.batch_size > len(splits.train):
+    if config.layout.batch_size > len(splits.train):
         there = counted(len(splits.train), "sample")
-        raise Refusal(f"batch_size={config.batch_size}: a step has {there} at most, as many as the training set")
+        raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
     fast.set_up(config.layout, config.threads, config.allocator)
     if config.debug["one_batch"]:
         splits = replace(splits, train=first_batch(config, splits.train))
-    checkpoint = _checkpoint_to_resume(config, folder)
+
+    checkpoint, resumed = checkpoint_in(folder)
+    first = resumed.get("global_step", 0)
+    steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    resumed = checkpoint_io.load(checkpoint) if checkpoint else {}
     config = replace(config, layout=kept(config, resumed) or config.layout)
     data = make_data(config, splits, rank)
     callbacks = [
@@ -75,56 +74,54 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         Heartbeat(),
         ReplicaConsistencyCheck(),
         *make_callbacks(config, splits, folder, module),
+        ResumeState(config.raw, folder),
+        Preemption(folder),
     ]
-    callbacks += [ResumeState(config.raw, folder), Preemption(folder)]
     if config.accumulate_grad_batches == "auto":
         callbacks.append(FoundPieces(data))
     if checkpoint:
-        must_fit(checkpoint, resumed, module.state_dict(), config, total_steps(config, len(splits.train)))
+        must_fit(checkpoint, resumed, module.state_dict(), config, steps)
         _optimizer_stays(module, resumed, config)
-    trainer = make_trainer(config, folder, callbacks, resumed.get("global_step", 0))
+    trainer = make_trainer(config, folder, callbacks, first)
     compile_module(config, module, trainer)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        LOG.info(describe(config, splits, total_steps(config, len(splits.train)), folder, fast.describe(module)))
-        for message in _resumption(config, splits, resumed):
+        for message in (describe(config, splits, steps, folder, fast.describe(module)), *told(config, splits, resumed)):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
-    first = resumed.get("global_step", 0)
     del resumed
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         run.fitted()
-        best = _best(callbacks)
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
-            trainer.test(module, datamodule=data, ckpt_path=best, verbose=False)
+            trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
             run.tested()
     except Interrupted as interrupted:
         run.fitted()
         run.finish("interrupted", str(interrupted))
         raise
-    except BaseException as error:
+    except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = (
-            isinstance(error, Exception) and not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
-        )
-        stands = trainer.global_step <= first and not environment().restarts
-        if checkpoint and stands and ours:  # the run stays what it was
-            if isinstance(error, Refusal):
-                raise
-            logging.root.error("the run can't go on", exc_info=error)
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})") from error
-        victim = external_workers() and is_peer_failure(error)
-        if victim:
-            time.sleep(VICTIM_SECONDS)
-        if not (victim and summary_of(folder).get("status") == "failed"):  # the one that was lost has told why
+        ours = not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
+        if (
+            checkpoint and ours and trainer.global_step <= first and not environment().restarts
+        ):  # the run stays what it was
+            raise _cannot_go_on(checkpoint, error, rank) from error
+        if not is_peer_failure(error):  # else the one that was lost tells why, or the parent
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         raise
     return run.finish("completed", None)
+
+
+def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    logging.root.error("the run can't go on", exc_info=error)
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
 
 
 def as_launched(config: Config) -> Config:
@@ -139,20 +136,6 @@ def first_batch(config: Config, train: Any) -> Any:
     """The run's first batch as a training set of its own: every step then has these samples, whatever the position."""
     order = DataOrder(len(train), config.batch_size, config.layout.pieces, config.seed)
     return Subset(train, order.step(0, 0))  # type: ignore[arg-type]
-
-
-def _checkpoint_to_resume(config: Config, folder: Path) -> str | None:
-    """What `resume` names; but a group that was restarted goes on from what it has saved since."""
-    for name in ("last.ckpt", "best.ckpt") if environment().restarts else ():
-        path = folder / "checkpoints" / name
-        if not path.exists():
-            continue
-        try:
-            checkpoint_io.load(path)
-            return str(path)
-        except CheckpointError as error:
-            LOG.warning("%s; trying what is older", error)
-    return config.resume
 
 
 def _optimizer_stays(module: pl.LightningModule, resumed: dict[str, Any], config: Config) -> None:
@@ -170,28 +153,6 @@ def _optimizer_stays(module: pl.LightningModule, resumed: dict[str, Any], config
             f"{', '.join(changed)}: a run that goes on takes the optimizer that {own.__name__} makes itself from the "
             "checkpoint, so this would change nothing; leave it out"
         )
-
-
-def _resumption(config: Config, splits: Splits, resumed: dict[str, Any]) -> list[str]:
-    """What a user should know about the run that goes on."""
-    if not resumed:
-        return []
-    recorded = resumed.get("lockstep", {})
-    messages = [f"resumes after step {resumed['global_step']}"]
-    before = recorded.get("config", {})
-    if "precision" in recorded:  # of a checkpoint of an older version, the config says it
-        before = {**before, "precision": recorded["precision"]}
-    changed = differences(before, {**config.raw, "precision": config.precision})
-    if changed := [change for change in changed if not change.startswith("resume:")]:
-        messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if config.layout.strategy == "ddp" and config.strategy["compression"] == "powersgd":
-        messages.append(
-            "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
-            "does not end with the bits of one that was never interrupted"
-        )
-    if recorded.get("fingerprint") != splits.fingerprint:
-        messages.append("the data set is not the one that the checkpoint was trained on")
-    return messages
 
 
 def _best(callbacks: list[pl.Callback]) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -28,9 +27,7 @@ from lockstep.launch.group import of_rank_zero
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.launch.signals import Interrupted, say_ending
-from lockstep.run.resume import quoted
-from lockstep.run.summary import summary_of
-from lockstep.run.sweep import conclude
+from lockstep.run.summary import conclude, summary_of
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -174,16 +171,6 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
     if code < 0:
         conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
-
-
-def prepare(job: Job) -> list[str]:
-    """The overrides that the job runs with: it goes on from its folder's checkpoint, or starts there anew."""
-    checkpoint = job.folder / "checkpoints" / "last.ckpt"
-    if checkpoint.exists():
-        return [*job.overrides, f"resume={quoted(checkpoint)}", "hydra.output_subdir=null"]
-    for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
-        shutil.rmtree(job.folder / drawn, ignore_errors=True)
-    return job.overrides
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""Where a worker goes on, what must fit there, and what a user should know of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import checkpoint_io
+from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.loading import Splits
+from lockstep.run.config import Config
+
+LOG = logging.getLogger("lockstep")
+
+
+def checkpoint_in(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """The checkpoint that the run in a folder goes on from, and what it holds: its last one, where that is damaged its
+    best one; None where there is none. Every worker calls it.
+
+    Raises:
+        CheckpointError: both are damaged.
+        Refusal: another worker has found another one.
+    """
+    last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    path, found = None, {}
+    if last.exists():
+        try:
+            path, found = last, checkpoint_io.load(last)
+        except CheckpointError as error:
+            if not best.exists():
+                raise
+            LOG.warning("%s; trying what is older", error)
+            path, found = best, checkpoint_io.load(best)
+    steps = [found.get("global_step")]
+    if dist.is_initialized():
+        steps = steps * dist.get_world_size()
+        dist.all_gather_object(steps, steps[0])
+    if others := [rank for rank, step in enumerate(steps) if step != steps[0]]:
+        there, here = (f"of step {step}" if step is not None else "none" for step in (steps[others[0]], steps[0]))
+        raise Refusal(f"{folder}: the checkpoint is {here} for rank 0 and {there} for rank {others[0]}: not one folder")
+    return (str(path) if path else None), found
+
+
+def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
+    """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
+
+    Raises:
+        Refusal: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
+            steps, or more steps.
+    """
+    sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
+    for name in sorted(sizes[0].keys() | sizes[1].keys()):
+        there, here = (side.get(name, "missing") for side in sizes)
+        if there != here:
+            raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
+    before = checkpoint.get("lockstep", {}).get("config", {})
+    made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
+    if made is not None and made != now:
+        raise Refusal(f"model._target_={now}: {path} was made by {made}")
+    optimizer, chosen = (
+        one.get("_target_", one.get("name")) for one in (before.get("optimizer", {}), config.optimizer)
+    )
+    batch_size = before.get("batch_size", config.batch_size)
+    if optimizer is not None and optimizer != chosen:
+        raise Refusal(f"optimizer={chosen}: {path} holds the state of {optimizer}")
+    if batch_size != config.batch_size:
+        raise Refusal(f"batch_size={config.batch_size}: {path} stands in an epoch of steps of {batch_size} samples")
+    if checkpoint["global_step"] > steps:
+        asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+        raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
+
+
+def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
+    """What a user should know about the run that goes on."""
+    if not resumed:
+        return []
+    recorded = resumed.get("lockstep", {})
+    messages = [f"resumes after step {resumed['global_step']}"]
+    before = recorded.get("config", {})
+    if "precision" in recorded:  # of a checkpoint of an older version, the config says it
+        before = {**before, "precision": recorded["precision"]}
+    changed = differences(before, {**config.raw, "precision": config.precision})
+    if changed := [change for change in changed if not change.startswith("resume:")]:
+        messages.append("changed since the checkpoint: " + ", ".join(changed))
+    if config.layout.strategy == "ddp" and config.strategy["compression"] == "powersgd":
+        messages.append(
+            "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
+            "does not end with the bits of one that was never interrupted"
+        )
+    if recorded.get("fingerprint") != splits.fingerprint:
+        messages.append("the data set is not the one that the checkpoint was trained on")
+    return messages
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> list[str]:
+    """What changed between two plain configs, as `key: old -> new`; of a group that another one has replaced, its name
+    and what both have."""
+    found = []
+    replaced = before.get("name") != now.get("name")
+    for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{above}{key}.")
+        elif old != new:
+            found.append(f"{above}{key}: {old} -> {new}")
+    return found
