@@ -35,18 +35,6 @@ def job(raw, folder):
 cli.command(job, "train")
 """
 
-CTRL_C = """
-import atexit, os, signal
-from lockstep.launch.interpreter import leave
-
-def handler():
-    os.kill(os.getpid(), signal.SIGINT)
-    print("handled")
-
-atexit.register(handler)
-leave(0)
-"""
-
 LOADERS = """
 import multiprocessing
 from torch.utils.data import DataLoader
@@ -76,11 +64,6 @@ def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.rglob("summary.json")
     assert summary_of(found.parent)["status"] == "completed"
-
-
-def test_ctrl_c_while_exit_handlers_run() -> None:
-    done = run(CTRL_C)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "handled\n", "")
 
 
 def test_loader_processes_are_ended_without_an_alarm() -> None:

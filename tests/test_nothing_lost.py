@@ -28,6 +28,7 @@ from lockstep.run import resume
 from lockstep.run.continuation import differences
 from lockstep.run.library import compose
 from lockstep.run.resume import overrides
+from lockstep.run.sweep import arguments
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
@@ -264,7 +265,7 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
     run, sweep = (
         {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
-        for found in (overrides([f"resume={folder}"], "train"), overrides([f"sweep.resume={folder}"], "train")[:-1])
+        for found in (overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
     )
     assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
     assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")

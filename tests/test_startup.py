@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -19,95 +18,53 @@ from PIL import Image
 from lockstep.launch import interpreter
 from project.data import image_folder
 
-# train.py, whose run is framed by `before` (in the command's process) and `after` (in its worker).
+# train.py, whose worker then tells of itself
 COMMAND = """
-import atexit, gc, sys
+import gc, sys
+import lockstep.run.training as training
 from lockstep.run import cli
 from train import train
 
-def after():
-    AFTER
+fit = training.train
 
-def job(raw, folder):
-    import lockstep.run.training as training
-    fit = training.train
-    def work(*args):
-        result = fit(*args)
-        after()
-        return result
-    training.train = work
-    BEFORE
-    return train(raw, folder)
+def work(*args):
+    result = fit(*args)
+    print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)
+    print("IMPORTED", *sys.modules, flush=True)
+    return result
 
-cli.command(job, "train")
+print("COLLECTS", gc.isenabled())
+training.train = work
+cli.command(train, "train")
 """
 
 
-def command(folder: Path, *overrides: str, before: str = "pass", after: str = "pass") -> str:
-    """What such a command prints; it trains for two steps."""
-    program = COMMAND.replace("BEFORE", before).replace("AFTER", after)
-    done = subprocess.run(
-        [sys.executable, "-c", program, "max_steps=2", "batch_size=8", f"outputs={folder}", *overrides],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_of_others(tmp_path: Path) -> None:
+    done = python(COMMAND, "max_steps=2", "batch_size=8", f"outputs={tmp_path}")
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    "recipe", [("model=mnist_cnn", "data=digits"), ("model=resnet18", "data=synthetic", "data.samples=60")]
-)
-def test_a_run_imports_nothing_that_it_does_not_need(tmp_path: Path, recipe: tuple[str, ...]) -> None:
-    printed = command(tmp_path, *recipe, after='print("\\nIMPORTED", *sys.modules, flush=True)')
-    imported = set(next(line for line in printed.splitlines() if line.startswith("IMPORTED")).split())
+    assert "COLLECTS True True\n" in done.stdout
+    imported = set(next(line for line in done.stdout.splitlines() if line.startswith("IMPORTED")).split())
     assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
-    needless = {"scipy.signal._signaltools", "scipy.stats", "sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
-    assert not imported & needless
-
-
-def test_what_is_put_off_comes_when_it_is_asked_for(tmp_path: Path) -> None:
-    """A module, garbage collection, exit handlers."""
-    printed = command(
-        tmp_path,
-        before='print("IMPORTING", gc.isenabled(), flush=True); atexit.register(print, "HANDLED")',
-        after=(
-            'print("\\nTRAINED", gc.isenabled(), gc.get_freeze_count() > 100_000); import scipy.signal as s; '
-            'print("USED", s.hamming(3).size, s.convolve([1, 2], [1, 2]).tolist(), flush=True)'
-        ),
-    )
-    for said in ("IMPORTING False", "TRAINED True True", "USED 3 [1, 4, 4]", "HANDLED"):
-        assert said in printed
+    assert not imported & {"sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
 
 
 def test_leaving_loses_nothing(tmp_path: Path) -> None:
     program = f"""
-        import atexit, logging, logging.handlers, sys, threading, time
-        from concurrent.futures import ThreadPoolExecutor
-        from lockstep.launch.interpreter import leave
-        kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
-        kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
-        atexit.register(print, "handled")
-        threading.Thread(target=lambda: (time.sleep(0.2), print("threaded"))).start()
-        pool = ThreadPoolExecutor(1)  # whose thread would wait for more for ever
-        pool.submit(print, "pooled").result()
-        print("written", end=" ")
-        leave(7)
-    """
-    path = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env=path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout.split() == ["pooled", "written", "threaded", "handled"]
+import logging, logging.handlers
+from lockstep.launch.interpreter import leave
+kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
+kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
+print("written", end=" ")
+leave(7)
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "written ", "")
     assert (tmp_path / "log").read_text().strip() == "logged"
 
 

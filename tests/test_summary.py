@@ -13,10 +13,11 @@ import pytest
 import torch
 from plain import PATHS
 
-from lockstep.run import provenance, summary
+from lockstep.run import provenance
 from lockstep.run.config import Config, check
 from lockstep.run.library import compose
-from lockstep.run.summary import git_info, versions, weights_sha256, write_summary
+from lockstep.run.provenance import git_info, versions
+from lockstep.run.summary import weights_sha256, write_summary
 
 
 def test_the_digest_of_weights_sees_bits_and_names_only() -> None:
@@ -102,7 +103,7 @@ def test_a_git_that_hangs_ends_no_run(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(provenance, "SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(provenance, "SECONDS", 0.2)
     provenance.record(config, "", tmp_path)
     assert (tmp_path / "provenance.json").exists()
     assert not (tmp_path / "git.diff").exists()
@@ -123,8 +124,7 @@ def test_code_that_is_not_committed_is_kept(tmp_path: Path, monkeypatch: pytest.
     (project / "src" / "mine.py").write_text("x = 1\n")
     (project / "src" / "weights.bin").write_bytes(bytes(2 << 20))
     subprocess.run(["git", "init", "-q", str(project)], check=True)
-    for module in (provenance, summary):
-        monkeypatch.setattr(module, "ROOT", project)
+    monkeypatch.setattr(provenance, "ROOT", project)
     provenance.record(config, "", run)
     subprocess.run(["git", "apply", str(run / "git.diff")], cwd=copy, check=True)
     assert (copy / "src" / "mine.py").read_text() == "x = 1\n"

@@ -12,6 +12,7 @@ import pytest
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.run.sweep import arguments
 from lockstep.sweeps import options
 from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration

@@ -19,7 +19,7 @@ from lockstep.run import supervisor as runs
 from lockstep.run.config import check
 from lockstep.run.continuation import told as told_of
 from lockstep.run.library import compose
-from lockstep.run.training import train
+from lockstep.run.training import as_launched, train
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -281,6 +281,15 @@ def test_machines_that_share_no_folder_do_not_go_on(tmp_path: Path) -> None:
     for run in [program.finish(process) for process in processes]:
         assert run.returncode == 2, str(run)
         assert re.search("error: .*: the checkpoint is .* for rank 0 and .* for rank 1: not one folder\n", run.stderr)
+
+
+def test_fewer_machines_than_asked_for_compute_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ("strategy=ddp", "strategy.shares=[1,2]", "num_nodes=2", "rdzv_endpoint=there:29500", "pieces=4")
+    config = check(dict(compose(*strategy, "elastic=true")))
+    for nodes in ("2", "1"):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+        layout = as_launched(config).layout
+        assert [piece for device in range(layout.num_devices) for piece in layout.owned(device)] == [0, 1, 2, 3]
 
 
 def test_machines_agree_on_each_thing_by_itself() -> None:

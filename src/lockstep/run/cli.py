@@ -30,20 +30,16 @@ from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
-from lockstep.run import checks, pages, resume, slurm
+from lockstep.run import checks, pages, resume, slurm, sweep
 from lockstep.run.checks import ROOT, options, run_name, unknown
 from lockstep.run.config import check_nodes
-from lockstep.run.summary import ENDED_WELL, conclude, summary_of
+from lockstep.run.summary import conclude, summary_of
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
 SEVERAL = {"callbacks", "experiment", "debug"}  # groups whose files add to each other; of any other one is chosen
-
-
-class SweepFailed(Exception):
-    """What a sweep ends with when jobs of it have failed; each has told why."""
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -78,7 +74,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
             with resume.recorded(cfg, folder, BAD_INPUT):
                 job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
             shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
-            if sweeping and not shared and summary_of(folder).get("status") not in ENDED_WELL:
+            if sweeping and not shared and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
         except Exception as error:
             if not sweeping:
@@ -86,20 +82,20 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
                 if isinstance(error, BAD_INPUT):
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
-                raise SweepFailed(line(error, config_name)) from error
+                sys.exit(f"error: {line(error, config_name)}")
             else:  # the sweep tells of it, from its own process
                 conclude(folder, "failed", line(error, config_name))
                 if full:
                     traceback.print_exception(error)
 
     try:
-        sys.argv[1:] = resume.overrides(keyed(sys.argv[1:]), config_name)
+        sys.argv[1:] = sweep.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         told = slurm.requeue() if code == 143 else None
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", told]))
-    except SweepFailed as failed:
+    except sweep.SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
         if full:

@@ -1,5 +1,5 @@
-"""`resume=` and `sweep.resume=` find a folder, and what was begun there goes on with its own config; what the command
-line says wins. A run is its folder: its workers go on from the last.ckpt that they find there (run/continuation.py)."""
+"""`resume=` finds a run's folder, and the run goes on there with its own config; what the command line says wins. A run
+is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing, same_file
@@ -26,28 +25,24 @@ from lockstep.run.config import check_nodes
 
 MULTIRUN = {"-m", "--multirun"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
-NOTHING = ("null", "None", "")
 
 
 def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
-    """The command line with `resume=` or `sweep.resume=` replaced by what it stands for: the overrides of what goes on,
-    the config folders that it was composed with, what is given now, its folder and its checkpoint.
+    """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, the
+    config folders that it was composed with, what is given now, the run's own folder and its checkpoint.
 
     Args:
         arguments: `sys.argv[1:]`.
 
     Raises:
-        Refusal: there is nothing to resume, the program is another one than train.py, or what is given now would list
-            other jobs of a sweep.
+        Refusal: there is nothing to resume, or the program is another one than train.py.
     """
     flags, task = separated(arguments)
-    asked = {name: [item for item in task if item.startswith(name)] for name in ("resume=", "sweep.resume=")}
-    run, sweep = (wanted[-1].partition("=")[2] if wanted else "null" for wanted in asked.values())
-    given = [argument for argument in task if argument not in asked["resume="] + asked["sweep.resume="]]
-    if sweep not in NOTHING:
-        return _sweep(sweep, given, flags)
-    if run in NOTHING:
-        return [*task, *flags]
+    asked = [argument for argument in task if argument.startswith("resume=")]
+    run = asked[-1].removeprefix("resume=") if asked else "null"
+    if run in ("null", "None", ""):
+        return list(arguments)
+    given = [argument for argument in task if argument not in asked]
     if config_name != "train":
         raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
     checkpoint = _find(run, given, flags, config_name)
@@ -56,29 +51,6 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         raise Refusal(f"resume={run}: {folder} is no run folder, it has no .hydra/overrides.yaml")
     own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
     return [*_together(folder, given, flags), *own, *flags]
-
-
-def _sweep(wanted: str, given: Sequence[str], flags: Sequence[str]) -> list[str]:
-    folder = Path(wanted.strip("'\"")).expanduser().absolute()
-    record = folder / "multirun.yaml"
-    if not record.is_file():
-        raise Refusal(f"sweep.resume={wanted}: no sweep's folder, there is no {record}")
-    try:
-        loaded = OmegaConf.load(record)
-        saved = loaded.hydra.overrides
-        before = [*map(str, saved.hydra), *config_folders(loaded, flags), *map(str, saved.task)]
-    except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise Refusal(f"{record}: can't be read") from error
-    kept = {key(override): override for override in before}
-    for argument in given:
-        changed = kept.get(key(argument), argument)
-        if sweeps(argument) or sweeps(changed):
-            raise Refusal(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
-        kept[key(argument)] = argument
-    for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
-        kept.pop(name, None)
-    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
-    return [*kept.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
 
 
 def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from lockstep.loading import Splits
 
-ENDED_WELL = ("completed", "pruned")
-
 
 def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
     """The start-up line, with what was `chosen` for speed."""
@@ -168,7 +166,7 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
             continue
         sha256.update(name.encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
-        sha256.update(memoryview(flat.view(torch.uint8).numpy()))  # since numpy knows no bfloat16
+        sha256.update(flat.view(torch.uint8).numpy().data)  # through bytes, since numpy knows no bfloat16
     return sha256.hexdigest()
 
 

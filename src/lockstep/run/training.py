@@ -129,7 +129,8 @@ def as_launched(config: Config) -> Config:
     if not config.elastic or config.layout.strategy != "ddp":
         return config
     nodes = environment().nodes or config.layout.num_nodes
-    return replace(config, layout=replace(config.layout, num_nodes=nodes))
+    shares = config.layout.shares if nodes == config.layout.num_nodes else ()  # one for each device that was asked for
+    return replace(config, layout=replace(config.layout, num_nodes=nodes, shares=shares))
 
 
 def first_batch(config: Config, train: Any) -> Any:

@@ -13,12 +13,12 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import gpu_count
-from lockstep.run.cli import SweepFailed
 from lockstep.run.config import check
 from lockstep.run.resume import key
 from lockstep.run.summary import summary_of
+from lockstep.run.sweep import RESUME, SweepFailed
 from lockstep.sweeps import jobs, options
 from lockstep.sweeps.jobs import Job, Slot
 from lockstep.sweeps.progress import Progress
@@ -83,7 +83,7 @@ def launch(
         if progress.done < progress.total or progress.failed:
             _hint(folder)
     if progress.failed:
-        raise SweepFailed(f"{counted(progress.failed, 'job')} of the sweep failed")
+        raise SweepFailed(progress.failed)
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 
@@ -128,4 +128,4 @@ def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
 def _hint(folder: Path) -> None:
     """Says how a sweep that is not complete goes on."""
     program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
-    print(f"to run what is missing: python {program} sweep.resume={shown}", file=sys.stderr)
+    print(f"to run what is missing: python {program} {RESUME}{shown}", file=sys.stderr)
