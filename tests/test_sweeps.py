@@ -143,7 +143,6 @@ def test_jobs_of_a_program_that_writes_no_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("jobs", "gpus", "cores", "dealt"),
     [
-        (1, "0123", 8, [Slot()]),
         (2, "0123", 2, [Slot(("0", "1"), (0,)), Slot(("2", "3"), (1,))]),
         (2, "57", 1, [Slot(("5",)), Slot(("7",))]),
         (2, "", 5, [Slot((), (0, 1)), Slot((), (2, 3, 4))]),

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
@@ -206,15 +205,13 @@ _computed = False  # whether this process may have run a parallel operation: see
 
 @contextmanager
 def has_computed() -> Iterator[None]:
-    """For a parent that is the user's own, a notebook say: it may have computed, so workers are spawned; they don't run
-    its `__main__` again, which may have no file, or no `if __name__ == "__main__"`."""
+    """For a caller that may have computed before, a measurement say: its workers are spawned."""
     global _computed
-    before = _computed, sys.modules["__main__"]
-    _computed, sys.modules["__main__"] = True, ModuleType("__main__")
+    before, _computed = _computed, True
     try:
         yield
     finally:
-        _computed, sys.modules["__main__"] = before
+        _computed = before
 
 
 def start_method() -> str:

@@ -87,7 +87,7 @@ def _all_forked() -> None:
     """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
     store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
     locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = environment().beats.with_name("forked")
+    gate = Path(environment().beats).with_name("forked")
     gate.mkdir(exist_ok=True)
     (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
