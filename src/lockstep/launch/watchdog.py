@@ -128,9 +128,7 @@ class _Watch:
         looked = time.time()
         while not self.done.wait(self.pause):
             last, looked = looked, time.time()
-            if (
-                looked - last > 2 * self.pause
-            ):  # all stood still, with Ctrl-Z or the machine: silence before says nothing
+            if looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
                 self.busy = time.monotonic()
                 told = self.table[:, 0]
                 self.table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
@@ -166,9 +164,8 @@ class _Watch:
         )
         print(self.found[pid], file=sys.stderr)
         self.table[rank] = 0
-        self.table[:, 0] = np.where(
-            self.table[:, 0] > 0, time.time(), 0
-        )  # those that waited for it get their time anew
+        waited = self.table[:, 0] > 0  # for it: they get their time anew
+        self.table[:, 0] = np.where(waited, time.time(), 0)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
