@@ -33,6 +33,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.run.checks import ROOT
+from lockstep.run.resume import quoted
 from lockstep.run.summary import summary_of
 from lockstep.sweeps.jobs import Job
 from lockstep.sweeps.progress import Progress
@@ -174,9 +175,8 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
 
 
 def train(job: Job, flags: list[str], log: Path) -> tuple[int, dict[str, Any]]:
-    """Runs a trial, or goes on with it where it was; its exit code, and its summary or what it said last."""
-    goes_on = (job.folder / "checkpoints" / "last.ckpt").exists()
-    where = f"resume='{job.folder}'" if goes_on else f"hydra.run.dir='{job.folder}'"
+    """Runs a trial, which goes on where its folder stands; its exit code, and its summary or what it said last."""
+    where = f"hydra.run.dir={quoted(job.folder)}"
     code = run([sys.executable, str(ROOT / "src" / "train.py"), *job.overrides, where, *flags], log)
     said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
     return code, {"status": "failed", "error": said[-1].removeprefix("error: ")} | summary_of(job.folder)
