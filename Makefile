@@ -25,7 +25,7 @@ $(STAMP): requirements.lock pyproject.toml
 train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
 	@$(BIN)/python src/train.py $(ARGS)
 
-sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2" or ARGS="sweep=optuna lr='interval(0.01,0.1)'"
+sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2"
 	@$(BIN)/python src/train.py -m $(ARGS)
 
 dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"

@@ -22,6 +22,8 @@ import forks
 import pytest
 from hypothesis import settings
 
+from lockstep.launch.environment import environment
+
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
 T = TypeVar("T")
@@ -197,6 +199,12 @@ def data_dir() -> Path:
     if not named:
         pytest.skip("needs real data: LOCKSTEP_TEST_DATA=<data_dir>")
     return Path(named)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> None:
+    """What a test sets in the environment is read in that test."""
+    environment.cache_clear()
 
 
 @pytest.fixture

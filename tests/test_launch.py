@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.launch import logs, watchdog
 from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.launch.environment import environment
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.supervisor import run_in_workers
@@ -94,6 +95,7 @@ def test_workers_of_others_are_started_again_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     config = check(dict(compose("strategy=ddp", "devices=2", asked)))
+    environment.cache_clear()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refusal, match=rf"^{asked}: who started these workers starts them again"):

@@ -20,12 +20,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog, worker
-from lockstep.launch.environment import RESTARTS, environment_kept, external_workers
+from lockstep.launch.environment import RESTARTS, environment_kept, export, external_workers
 from lockstep.launch.group import LOOPBACK, join_external
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import end_children
@@ -114,7 +113,7 @@ def launch(
             shutdown_timeout=GRACE_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
-        os.environ[RESTARTS] = str(restarts)
+        export(**{RESTARTS: str(restarts)})
         try:
             results = elastic_launch(config, worker.run)(work, layout, args, os.getpid())
             interrupted = next((r.signum for r in results.values() if isinstance(r, worker.Ended)), None)
@@ -206,15 +205,13 @@ _computed = False  # whether this process may have run a parallel operation: see
 
 @contextmanager
 def has_computed() -> Iterator[None]:
-    """For a parent that is the user's own, a notebook say: it may have computed, so workers are spawned; they don't run
-    its `__main__` again, which may have no file, or no `if __name__ == "__main__"`."""
+    """For a caller that may have computed before, a measurement say: its workers are spawned."""
     global _computed
-    before = _computed, sys.modules["__main__"]
-    _computed, sys.modules["__main__"] = True, ModuleType("__main__")
+    before, _computed = _computed, True
     try:
         yield
     finally:
-        _computed, sys.modules["__main__"] = before
+        _computed = before
 
 
 def start_method() -> str:

@@ -1,33 +1,111 @@
-"""What the processes of a run tell each other through the environment: who exists, how often, since when."""
+"""What the environment tells a process of its run, read once; and what a process tells those that it starts."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
-RESTARTS = "LOCKSTEP_RESTARTS"  # what a worker is told by its environment
+# Our own variables, for the processes that this one starts.
+RESTARTS = "LOCKSTEP_RESTARTS"  # of this run's workers by their parent; the agent counts its own
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
+BEATS = "LOCKSTEP_BEATS"  # the file in which workers tell how far they are: lockstep.launch.watchdog
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A process's place in a run. One that nobody has started as a worker is rank 0 of a world of one.
+
+    Attributes:
+        launcher: who has started this worker: `torchrun` (torch's agent, ours too), or `slurm` as one of several tasks.
+        nodes: machines that take part, where the agent tells.
+        agent_store: whether the agent's store is at the master's address.
+        restarts: times that this worker's group was started again.
+        started: `time.time()` when the command, or a sweep's job, began.
+        beats: the file in which the workers tell how far they are, where the parent watches them.
+        slurm_job: the batch job that this process is part of.
+        slurm_task: its number in there.
+        slurm_restarts: times that SLURM has started the job again.
+    """
+
+    launcher: str | None
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    nodes: int | None
+    run_id: str
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    restarts: int
+    started: float
+    beats: str
+    slurm_job: str | None
+    slurm_task: int
+    slurm_restarts: int
+
+
+@cache
+def environment() -> Environment:
+    """This process's environment, as it was at the first call."""
+    told = os.environ
+    torchrun = "TORCHELASTIC_RUN_ID" in told
+    slurm = not torchrun and int(told.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in told
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    if torchrun:
+        ranks = {name: told.get(name, alone) for name, alone in ranks.items()}
+    elif slurm:
+        ranks |= {name: told.get(theirs, "0") for name, theirs in SLURM_NAMES.items() if name in ranks}
+    return Environment(
+        launcher="torchrun" if torchrun else "slurm" if slurm else None,
+        rank=int(ranks["RANK"]),
+        local_rank=int(ranks["LOCAL_RANK"]),
+        world_size=int(ranks["WORLD_SIZE"]),
+        local_world_size=int(ranks["LOCAL_WORLD_SIZE"]),
+        nodes=int(told["GROUP_WORLD_SIZE"]) if "GROUP_WORLD_SIZE" in told else None,
+        run_id=told.get("TORCHELASTIC_RUN_ID", ""),
+        master_addr=told.get("MASTER_ADDR", ""),
+        master_port=int(told.get("MASTER_PORT", "0")),
+        agent_store=told.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(told.get(RESTARTS, "0")),
+        started=float(told.get(STARTED, time.time())),
+        beats=told.get(BEATS, ""),
+        slurm_job=told.get("SLURM_JOB_ID"),
+        slurm_task=int(told.get("SLURM_PROCID", "0")),
+        slurm_restarts=int(told.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+os.register_at_fork(after_in_child=environment.cache_clear)  # a worker is told its rank after it was forked
+
+SLURM_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
+}
+
+
+def slurm_as_torchrun() -> None:
+    """SLURM's names for ranks, as torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set."""
+    if environment().launcher == "slurm":
+        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
 
 
 def external_workers() -> int:
     """World size where workers exist already (torchrun, several SLURM tasks), else 0."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        return int(os.environ["SLURM_NTASKS"])
-    return 0
+    return environment().world_size if environment().launcher else 0
 
 
-def is_first() -> bool:
-    """Whether no other process exists already, or this one is rank zero among them."""
-    return not external_workers() or os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
-
-
-def restart_count() -> int:
-    """Times that this worker's group was started again: by the agent, and before that by the parent."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(os.environ.get(RESTARTS, "0"))
+def export(**variables: str) -> None:
+    """Sets variables for this process and those that it starts."""
+    os.environ.update(variables)
+    environment.cache_clear()
 
 
 @contextmanager
@@ -41,19 +119,6 @@ def environment_kept() -> Iterator[None]:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(variables)
+        export(**variables)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def slurm_as_torchrun() -> None:
-    """SLURM's names for ranks, as torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set."""
-    if "RANK" in os.environ:
-        return
-    names = {
-        "RANK": "SLURM_PROCID",
-        "WORLD_SIZE": "SLURM_NTASKS",
-        "LOCAL_RANK": "SLURM_LOCALID",
-        "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
-    }
-    os.environ.update({ours: os.environ[theirs] for ours, theirs in names.items()})

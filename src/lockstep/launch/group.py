@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch.environment import external_workers, is_first, slurm_as_torchrun
+from lockstep.launch.environment import environment, export, external_workers, slurm_as_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -28,7 +28,7 @@ def join_group(layout: Layout) -> None:
 
     gpu = layout.accelerator == "gpu"
     if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(environment().local_rank)
     _join(gpu)
 
 
@@ -42,7 +42,7 @@ def join_external() -> None:
         return
     slurm_as_torchrun()
     gpu = torch.cuda.is_available()
-    if gpu and (number := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():  # who has none is refused later
+    if gpu and (number := environment().local_rank) < torch.cuda.device_count():  # who has none is refused later
         torch.cuda.set_device(number)
     _join(gpu)
     atexit.register(leave_group)  # not after a run: a second group on the same store meets what is left of the first
@@ -62,7 +62,7 @@ def _join(gpu: bool) -> None:
     if agent is None:
         dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
         return
-    rank, world, address = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    rank, world, address = environment().rank, environment().world_size, environment().master_addr
     if rank == 0:
         store = serve(address)
         store.set("groups", str(agent.add(f"{_run()}/groups", 1)))
@@ -71,7 +71,7 @@ def _join(gpu: bool) -> None:
         store = dist.TCPStore(
             address, _port(agent, address), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
         )
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(store.get("groups")) - 1)
+    export(TORCHELASTIC_RESTART_COUNT=str(int(store.get("groups")) - 1))
     if address == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
@@ -95,15 +95,14 @@ def _agents_store() -> TCPStore | None:
     """The store of the agent that started this worker, which outlives a group; None where rank zero must keep one."""
     from torch.distributed import TCPStore
 
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not environment().agent_store:
         return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, timeout=GROUP_TIMEOUT)
+    return TCPStore(environment().master_addr, environment().master_port, is_master=False, timeout=GROUP_TIMEOUT)
 
 
 def _run() -> str:
     """Where in an agent's store its workers' keys are."""
-    return f"lockstep/{os.environ['TORCHELASTIC_RUN_ID']}"
+    return f"lockstep/{environment().run_id}"
 
 
 def serve(address: str) -> TCPStore:
@@ -137,7 +136,7 @@ def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> s
     their first start when torchrun starts them again; the first to ask among the parents of several machines."""
     if external_workers():
         join_external()
-        if is_first() and (agent := _agents_store()):
+        if environment().rank == 0 and (agent := _agents_store()):
             value = agent.compare_set(f"{_run()}/{what}", "", value).decode()
         return of_rank_zero(value)
     if num_nodes > 1 and rdzv_endpoint:

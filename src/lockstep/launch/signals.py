@@ -68,12 +68,6 @@ def say_ending() -> None:
         os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
 
 
-def ask_to_end() -> None:
-    """Asks the workers to save and end, as SIGTERM does; those too that the parent is still to start."""
-    pending_signals.append(signal.SIGTERM)
-    _tell_workers(signal.SIGTERM)
-
-
 def _tell_workers(signum: int) -> None:
     for child in multiprocessing.active_children():
         if child.pid:

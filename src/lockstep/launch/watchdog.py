@@ -20,16 +20,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-VARIABLE = "LOCKSTEP_BEATS"
+from lockstep.launch.environment import BEATS, environment, export
+
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
-WAITS = -1  # in place of the turn, see `patient`
+WAITS = -1  # in place of the micro-batch, see `patient`
 _beats: NDArray[np.float64] | None = None
 
 
-def beat(step: int, turn: int = 0) -> None:
-    """Called by a worker at each turn of a step, and at each batch of an evaluation."""
+def beat(step: int, micro_batch: int = 0) -> None:
+    """Called by a worker at each micro-batch of a step, and at each batch of an evaluation."""
     if _beats is not None:
-        _beats[:] = (time.time(), step, turn, os.getpid())
+        _beats[:] = (time.time(), step, micro_batch, os.getpid())
 
 
 def compiling(begins: bool) -> None:
@@ -46,7 +47,7 @@ def patient() -> Iterator[None]:
     if _beats is None:
         yield
         return
-    beats, turn, done = _beats, _beats[2], threading.Event()
+    beats, micro_batch, done = _beats, _beats[2], threading.Event()
 
     def beat_on() -> None:
         while not done.wait(0.2):
@@ -60,13 +61,13 @@ def patient() -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        beats[0], beats[2] = time.time(), turn
+        beats[0], beats[2] = time.time(), micro_batch
 
 
 def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
-    if path := os.environ.get(VARIABLE):
+    if path := environment().beats:
         beats = np.asarray(np.memmap(path, dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
         _beats = beats.reshape(-1, 4)[rank]
         beat(0)
@@ -74,8 +75,16 @@ def join(rank: int) -> None:
 
 def steps() -> int:
     """Asked by the parent while it watches: optimizer steps that all workers have made."""
-    beats = np.fromfile(os.environ[VARIABLE]).reshape(-1, 4)
+    beats = np.fromfile(environment().beats).reshape(-1, 4)
     return int(min((step for when, step, _, _ in beats if when), default=0))
+
+
+def leave() -> None:
+    """Called by a worker whose work is done: from now on it may be silent."""
+    global _beats
+    if _beats is not None:
+        _beats[:] = 0
+        _beats = None
 
 
 def _runs(pid: float) -> bool:
@@ -91,14 +100,6 @@ def _state(pid: int | str) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def leave() -> None:
-    """Called by a worker whose work is done: from now on it may be silent."""
-    global _beats
-    if _beats is not None:
-        _beats[:] = 0
-        _beats = None
-
-
 def _children(parent: int) -> set[str] | None:
     """The children of this process's main thread that run, without multiprocessing's own; None where nobody knows (not
     on Linux, or one has just ended)."""
@@ -108,6 +109,65 @@ def _children(parent: int) -> set[str] | None:
         return {pid for pid in running if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
     except OSError:
         return None
+
+
+class _Watch:
+    """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
+
+    def __init__(self, table: NDArray[np.float64], timeout: float, alone: bool) -> None:
+        self.table, self.timeout, self.alone = table, timeout, alone
+        self.pause = min(1.0, timeout / 4)
+        self.found: dict[int, str] = {}
+        self.done = threading.Event()
+        self.parent = os.getpid()
+        self.others = _children(self.parent) or set()  # that are nothing to the agent
+        self.busy = time.monotonic()  # when a worker was last seen
+        self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
+
+    def run(self) -> None:
+        looked = time.time()
+        while not self.done.wait(self.pause):
+            last, looked = looked, time.time()
+            if looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
+                self.busy = time.monotonic()
+                told = self.table[:, 0]
+                self.table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
+            if self._orphaned():
+                os.kill(self.parent, signal.SIGQUIT)
+                return
+            self._end_silent(looked)
+
+    def _orphaned(self) -> bool:
+        """Whether the agent has waited long enough for workers that are gone."""
+        children = _children(self.parent)
+        if not self.alone or children is None or children - self.others:
+            self.busy = time.monotonic()
+        return time.monotonic() - self.busy > ORPHANED
+
+    def _end_silent(self, looked: float) -> None:
+        """Ends the least advanced worker when it has told nothing for too long."""
+        rows = [
+            (step, micro_batch, _runs(pid), when, rank, int(pid))
+            for rank, (when, step, micro_batch, pid) in enumerate(self.table.tolist())
+            if when
+        ]
+        if not rows:
+            return
+        waits = [when for _, micro_batch, _, when, _, _ in rows if micro_batch == WAITS or when == math.inf]
+        self.excused = max(self.excused, min(max(waits, default=0.0), time.time()))
+        step, _, _, when, rank, pid = min(rows)
+        if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
+            return
+        whose = "" if self.alone else " of this machine"
+        self.found[pid] = (
+            f"rank {rank}{whose} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
+        )
+        print(self.found[pid], file=sys.stderr)
+        self.table[rank] = 0
+        waited = self.table[:, 0] > 0  # for it: they get their time anew
+        self.table[:, 0] = np.where(waited, time.time(), 0)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -125,55 +185,12 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     """
     path = Path(folder) / "beats"
     table = np.memmap(path, dtype=np.float64, mode="w+", shape=(workers, 4))
-    os.environ[VARIABLE] = str(path)
-    done, found = threading.Event(), dict[int, str]()
-    pause = min(1.0, timeout / 4)
-
-    parent, busy = os.getpid(), time.monotonic()
-    others = _children(parent) or set()  # that are nothing to the agent
-    whose = "" if alone else " of this machine"
-    excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
-
-    def watch() -> None:
-        nonlocal busy, excused
-        looked = time.time()
-        while not done.wait(pause):
-            last, looked = looked, time.time()
-            if looked - last > 2 * pause:  # all stood still, with Ctrl-Z or the machine: silence before says nothing
-                busy = time.monotonic()
-                told = table[:, 0]
-                table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
-            children = _children(parent)
-            if not alone or children is None or children - others:
-                busy = time.monotonic()
-            elif time.monotonic() - busy > ORPHANED:
-                os.kill(parent, signal.SIGQUIT)
-                return
-            rows = [
-                (step, turn, _runs(pid), when, rank, int(pid))
-                for rank, (when, step, turn, pid) in enumerate(table.tolist())
-                if when
-            ]
-            if not rows:
-                continue
-            waits = [when for _, turn, _, when, _, _ in rows if turn == WAITS or when == math.inf]
-            excused = max(excused, min(max(waits, default=0.0), time.time()))
-            step, _, _, when, rank, pid = min(rows)
-            if looked - max(when, excused) > timeout:  # not the time now: a machine may be suspended in here
-                found[pid] = (
-                    f"rank {rank}{whose} was silent for {timeout:g} s in step {int(step) + 1} and taken for dead"
-                )
-                print(found[pid], file=sys.stderr)
-                table[rank] = 0
-                table[:, 0] = np.where(table[:, 0] > 0, time.time(), 0)  # those that waited for it get their time anew
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    thread = threading.Thread(target=watch, daemon=True)
+    export(**{BEATS: str(path)})
+    watch = _Watch(table, timeout, alone)
+    thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
     try:
-        yield found
+        yield watch.found
     finally:
-        done.set()
+        watch.done.set()
         thread.join()
-        os.environ.pop(VARIABLE, None)

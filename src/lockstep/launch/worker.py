@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog
+from lockstep.launch.environment import environment
 from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.launch.processes import alive, end_children, set_parent_death_signal
 from lockstep.launch.scratch import can_write
@@ -38,9 +39,9 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     if signal.SIGTERM in pending_signals:  # before this line
         signal.raise_signal(signal.SIGTERM)
     set_parent_death_signal(parent)
-    watchdog.join(int(os.environ["LOCAL_RANK"]))
+    watchdog.join(environment().local_rank)
     try:
-        if int(os.environ["WORLD_SIZE"]) > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
+        if environment().world_size > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
             _all_forked()
             join_group(layout)
         try:
@@ -58,7 +59,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
         raise Refusal(str(refusal)) from None  # one class name for all kinds: it travels as text
     except Exception as error:
         if not can_write():  # the message would travel in a file
-            print(f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"rank {environment().rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         if is_peer_failure(error):
             time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
@@ -87,9 +88,9 @@ def _all_forked() -> None:
     """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
     store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
     locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = Path(os.environ[watchdog.VARIABLE]).with_name("forked")
+    gate = Path(environment().beats).with_name("forked")
     gate.mkdir(exist_ok=True)
     (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
-    while sum(map(alive, os.listdir(gate))) < int(os.environ["LOCAL_WORLD_SIZE"]) and time.monotonic() < deadline:
+    while sum(map(alive, os.listdir(gate))) < environment().local_world_size and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
 from lockstep.launch import logs
-from lockstep.launch.environment import STARTED
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
@@ -133,7 +131,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "record": recorded,
         "config": config.record,
         "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
-        "started": float(os.environ.get(STARTED, time.time())),
+        "started": environment().started,
     }
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     made = {key: instantiate(key, options, **offers) for key, options in named.items()}

@@ -26,7 +26,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import place
-from lockstep.launch.environment import STARTED, external_workers
+from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
@@ -61,7 +61,7 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 def run(job: Job, config_name: str) -> tuple[int, str]:
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
-    os.environ[STARTED] = str(began)
+    export(**{STARTED: str(began)})
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     register_resolvers()

@@ -6,7 +6,6 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from typing import Any
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
 from lockstep.run.checks import checker, show
 from lockstep.run.schema import Kept, Keys, StrategyOptions
@@ -129,7 +129,7 @@ def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> Non
         return
     if strategy == "dp":
         raise Refusal(f"num_nodes={num_nodes}: dp is one process on one machine; strategy=ddp spans machines")
-    if not rdzv_endpoint and "WORLD_SIZE" not in os.environ:
+    if not rdzv_endpoint and not external_workers():
         raise Refusal(f"num_nodes={num_nodes} needs rdzv_endpoint=<host>:<port> of one of the machines, or torchrun")
     if rdzv_endpoint and not re.fullmatch(r"\S+:\d{1,5}", str(rdzv_endpoint)):
         raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: must be <host>:<port> of one of the machines")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.atomic import replacing
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
-from lockstep.run import slurm
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 
@@ -72,7 +72,7 @@ def record(config: Config, fingerprint: str, folder: Path) -> None:
     git = git_info()
     content = {
         "command": sys.argv,
-        "slurm_job": slurm.job(),
+        "slurm_job": environment().slurm_job,
         "config": config.record,
         "data_fingerprint": fingerprint,
         "git": git,

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-
-def job() -> str | None:
-    """The id of the batch job that this process is part of."""
-    return os.environ.get("SLURM_JOB_ID")
+from lockstep.launch.environment import environment
 
 
 def restarted() -> bool:
     """Whether SLURM has started this job before."""
-    return job() is not None and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    return environment().slurm_job is not None and environment().slurm_restarts > 0
 
 
 def folder(runs: Path, overrides: Iterable[object]) -> Path | None:
     """The folder in `runs` of this job's run with these overrides: the same one each time that the job is started. None
     without a job, and where a command that is given twice in one life of the job has been there before."""
-    if job() is None:
+    job = environment().slurm_job
+    if job is None:
         return None
     of_command = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
-    own = runs / f"slurm_{job()}_{of_command}"
+    own = runs / f"slurm_{job}_{of_command}"
     return own if restarted() or not own.exists() else None
 
 
@@ -36,7 +33,7 @@ def worked_on(run: Path) -> bool:
     if not restarted():
         return False
     with suppress(OSError, ValueError):
-        return bool(json.loads((run / "provenance.json").read_text()).get("slurm_job") == job())
+        return bool(json.loads((run / "provenance.json").read_text()).get("slurm_job") == environment().slurm_job)
     return False
 
 
@@ -46,14 +43,15 @@ def requeue() -> str | None:
     Only a job that is still running is queued again: one that SLURM itself preempts is already, and one that somebody
     cancelled shall end. Of several tasks the first one asks.
     """
-    if job() is None or os.environ.get("SLURM_PROCID", "0") != "0":
+    job = environment().slurm_job
+    if job is None or environment().slurm_task != 0:
         return None
-    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job()}")
+    state, error = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job}")
     if not error and state != "RUNNING":
         return None
     if not error:
-        _, error = _ask("scontrol", "requeue", str(job()))
-    return f"SLURM job {job()} {f'could not be queued again: {error}' if error else 'is queued again'}"
+        _, error = _ask("scontrol", "requeue", job)
+    return f"SLURM job {job} {f'could not be queued again: {error}' if error else 'is queued again'}"
 
 
 def _ask(*command: str) -> tuple[str, str]:

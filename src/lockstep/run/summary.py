@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.arithmetic.layout import counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.atomic import replacing
-from lockstep.launch.environment import restart_count
+from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.run.config import Config
 from lockstep.run.provenance import git_info, versions
@@ -146,7 +146,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "tested_step": None,
         "best_checkpoint": found["best"],
         "last_checkpoint": found["last"],
-        "restarts": restart_count(),
+        "restarts": environment().restarts,
         "versions": versions(),
         "git": git_info(),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
-from lockstep.launch.environment import external_workers, is_first
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
@@ -44,7 +44,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
         raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
-    if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and is_first():
+    if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
             "times float32's time; precision=auto takes 32-true here",

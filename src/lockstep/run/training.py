@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -23,9 +22,8 @@ from lockstep.callbacks import (
     ReplicaConsistencyCheck,
     ResumeState,
 )
-from lockstep.callbacks.pruning import pruning
 from lockstep.launch import logs
-from lockstep.launch.environment import restart_count
+from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
@@ -74,7 +72,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     ]
     samples = len(splits.train)
     state = ResumeState(config.record, folder, settings(config, samples), steps_per_epoch(config, samples))
-    callbacks += [*pruning(), state, Preemption(folder)]
+    callbacks += [state, Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     trainer = make_trainer(config, folder, callbacks, first)
@@ -103,7 +101,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
         ours = not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
-        if checkpoint and ours and trainer.global_step <= first and not restart_count():  # the run stays what it was
+        if (
+            checkpoint and ours and trainer.global_step <= first and not environment().restarts
+        ):  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error
         if not is_peer_failure(error):  # else the one that was lost tells why, or the parent
             with suppress(OSError):  # a full disk, say
@@ -124,7 +124,7 @@ def as_launched(config: Config) -> Config:
     """The config with the number of machines that take part; under `elastic` these may be fewer than asked for."""
     if not config.elastic or config.layout.strategy != "ddp":
         return config
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", config.layout.num_nodes))
+    nodes = environment().nodes or config.layout.num_nodes
     shares = config.layout.shares if nodes == config.layout.num_nodes else ()  # one for each device that was asked for
     return replace(config, layout=replace(config.layout, num_nodes=nodes, shares=shares))
 

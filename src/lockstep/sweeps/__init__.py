@@ -1,1 +1,1 @@
-"""Many runs in one command: listed (grid) or drawn (search), each in a process of its own (jobs)."""
+"""Many runs in one command: Hydra's own sweeper lists them (grid), each runs in a process of its own (jobs)."""

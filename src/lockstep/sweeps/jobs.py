@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
-from lockstep.launch.environment import STARTED, external_workers
+from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import of_rank_zero
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
@@ -41,9 +40,7 @@ class Job:
     folder: Path
     overrides: list[str]
     label: str = ""  # what sets it apart from the other jobs
-    environment: dict[str, str] = field(default_factory=dict)
     started: float = 0.0  # time.monotonic()
-    held: Any = None  # whoever draws jobs: what goes with this one
 
 
 @dataclass(frozen=True)
@@ -67,17 +64,12 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
     Raises:
         Refusal: there are fewer GPUs than jobs; or, without any, fewer cores.
     """
-    if jobs == 1:
-        return [Slot()]
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
-        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {_are(count, kind)}")
+        are = "is" if count == 1 else "are"
+        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {counted(count, kind)}")
     cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
     return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
-
-
-def _are(count: int, kind: str) -> str:
-    return f"is 1 {kind}" if count == 1 else f"are {count} {kind}s"
 
 
 def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
@@ -90,13 +82,13 @@ def in_place(num_nodes: int) -> bool:
 
 
 def run_jobs(
-    jobs: Iterator[Job],
+    jobs: Sequence[Job],
     start: Callable[[Job], None],
     ended: Callable[[Job, dict[str, Any]], None],
     places: Sequence[Slot],
     inside: bool = False,
 ) -> None:
-    """Runs jobs as places come free, the next one drawn only then.
+    """Runs jobs as places come free.
 
     Args:
         start: the run itself, in the job's process.
@@ -107,25 +99,25 @@ def run_jobs(
         Interrupted: SIGTERM or SIGINT ended the sweep; the jobs were asked to save, and have ended.
     """
     if inside:
-        for each in jobs:
-            each.started = time.monotonic()
-            os.environ[STARTED] = str(time.time())
-            start(each)
-            ended(each, of_rank_zero(summary_of(each.folder)))
+        for job in jobs:
+            job.started = time.monotonic()
+            export(**{STARTED: str(time.time())})
+            start(job)
+            ended(job, of_rank_zero(summary_of(job.folder)))
         return
     import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
     imported()
     fork = multiprocessing.get_context("fork")
     running: dict[int, Running] = {}  # by what becomes ready when it ends
-    free = list(places)
+    waiting, free = list(jobs), list(places)
     with _signals_passed_on(running, apart=len(places) > 1) as received:
         while True:
-            while free and not received and (job := next(jobs, None)) is not None:
+            while free and waiting:
                 with _signals_held():  # none between a job's start and its being known
                     if received:
                         break
-                    place = free.pop(0)
+                    job, place = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
                     process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
@@ -152,9 +144,8 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     if place.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-    os.environ.update(job.environment)
-    os.environ[STARTED] = str(time.time())
+        export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
+    export(**{STARTED: str(time.time())})
     try:
         if apart:  # side by side, they would talk at once
             job.folder.mkdir(parents=True, exist_ok=True)
@@ -180,15 +171,6 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
     if code < 0:
         conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
-
-
-def prepare(job: Job) -> list[str]:
-    """The overrides that the job runs with: it goes on from its folder's checkpoint, or starts there anew."""
-    if (job.folder / "checkpoints" / "last.ckpt").exists():
-        return job.overrides
-    for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
-        shutil.rmtree(job.folder / drawn, ignore_errors=True)
-    return job.overrides
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch.environment import is_first
+from lockstep.launch.environment import environment
 from lockstep.sweeps.jobs import Job
 
 
@@ -20,7 +20,8 @@ class Progress:
         metric: name in a summary's `metrics` by which the best is chosen.
         mode: max or min.
         at_once: jobs that run at the same time.
-        done: jobs that were over before.
+        done: jobs that are over, of an earlier start too.
+        failed: those of this start that did not end well.
     """
 
     total: int
@@ -28,6 +29,7 @@ class Progress:
     mode: str
     at_once: int = 1
     done: int = 0
+    failed: int = 0
     best: tuple[float, int] | None = None  # value, job number
     seconds: list[float] = field(default_factory=list)
 
@@ -42,6 +44,7 @@ class Progress:
 
     def ended(self, job: Job, summary: dict[str, Any]) -> None:
         self.done += 1
+        self.failed += summary.get("status") != "completed"
         took = time.monotonic() - job.started
         self.seconds.append(took)
         value = self.saw(job.number, summary)
@@ -59,7 +62,7 @@ class Progress:
         if left := self.total - self.done:
             mean = sum(self.seconds) / len(self.seconds)
             parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
-        if not is_first():
+        if environment().rank:
             return
         print(" | ".join(parts), file=sys.stderr, flush=True)
         if status != "completed":

@@ -1,0 +1,235 @@
+"""Searches for good hyperparameters with Optuna; every trial is a run of src/train.py.
+
+    python scripts/search.py trials=20 model=mnist_cnn 'lr=tag(log,interval(0.001,0.3))' batch_size=32,64,128
+
+What is searched is said in Hydra's words for sweeps: interval, range, choice, several values; the rest of the command
+line goes to every trial. The search's own keys are trials=20, metric=val/acc, mode=max, and folder=, which goes on with
+a search that was cut short, or joins one that runs: the same command beside it. In the folder lie the trials' runs, by
+number, with what they said in <number>.log, Optuna's study.db, and experiment/best.yaml.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.atomic import replacing
+from lockstep.launch.processes import set_parent_death_signal
+from lockstep.run.checks import ROOT
+from lockstep.run.resume import quoted
+from lockstep.run.summary import summary_of
+from lockstep.sweeps.jobs import Job
+from lockstep.sweeps.progress import Progress
+
+OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
+NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
+FIRST = 3  # trials that are all refused: then so will be the others
+
+
+class Search:
+    """A study in a folder, which several processes may work on. Each trial's lock is held by the one that runs it: who
+    finds a running trial without has found one that was cut short, and goes on with it."""
+
+    def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
+        self.folder, self.space, self.trials = folder, dict(space), trials
+        folder.mkdir(parents=True, exist_ok=True)
+        with self.alone():
+            storage = optuna().storages.RDBStorage(
+                f"sqlite:///{folder / 'study.db'}", engine_kwargs={"connect_args": {"timeout": 60}}
+            )
+            self.study = optuna().create_study(
+                study_name="search", storage=storage, direction=f"{mode}imize", load_if_exists=True
+            )
+
+    def draw(self) -> tuple[Any, IO[bytes]] | None:
+        """The next trial and its lock; None where all are made or being made."""
+        running = optuna().trial.TrialState.RUNNING
+        with self.alone():
+            made = self.study.get_trials(deepcopy=False)
+            for trial in made:
+                if trial.state == running and (lock := self.lock(trial.number)):
+                    return trial, lock
+            if len(made) >= self.trials:
+                return None
+            self.study.sampler = optuna().samplers.TPESampler(seed=len(made))
+            trial = self.study.ask(self.space)
+            lock = self.lock(trial.number)
+            assert lock is not None, "a new trial is nobody's"
+            return trial, lock
+
+    def tell(self, number: int, value: float | None) -> None:
+        """Takes down a trial's result; None or nan: it failed, and counts as made."""
+        good = value is not None and math.isfinite(value)
+        with self.alone():
+            if good:
+                self.study.tell(number, value)
+            else:
+                self.study.tell(number, state=optuna().trial.TrialState.FAIL)
+
+    def ended(self) -> list[Any]:
+        return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()]
+
+    def lock(self, number: int) -> IO[bytes] | None:
+        file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  closed when the trial has ended
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        return file
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with open(self.folder / "study.lock", "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def optuna() -> Any:
+    try:
+        import optuna as found
+    except ImportError:
+        raise Refusal("a search needs Optuna: pip install optuna (the project's extra `search`)") from None
+    found.logging.set_verbosity(found.logging.WARNING)
+    return found
+
+
+def distribution(override: Override) -> Any:
+    """Hydra's sweep as what Optuna draws from. A range ends before its stop, as in a sweep."""
+    distributions, value = optuna().distributions, override.value()
+    try:
+        if isinstance(value, IntervalSweep):
+            low, high, log = value.start, value.end, "log" in value.tags
+            if "int" in value.tags or isinstance(low, int):
+                return distributions.IntDistribution(int(low or 0), int(high or 0), log=log)
+            return distributions.FloatDistribution(low, high, log=log)
+        values = [_number(text) for text in override.sweep_string_iterator()]
+        if isinstance(value, RangeSweep) and not value.shuffle:
+            whole = all(isinstance(number, int) for number in values)
+            kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+            return kind(min(values), max(values), step=abs(value.step))
+        return distributions.CategoricalDistribution(values)
+    except ValueError as error:
+        raise Refusal(f"{override.input_line}: {error}") from error
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def run(command: list[str], log: Path) -> int:
+    """The exit code of a trial's command. It ends with this process, and hears its signals once."""
+    tie = partial(set_parent_death_signal, os.getpid())
+    with open(log, "ab") as said:
+        child = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=tie, process_group=0)  # noqa: PLW1509  no threads
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda signum, frame: child.send_signal(signum))
+    try:
+        return child.wait()
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
+    """The best trial's overrides as a file of conf/experiment/."""
+    best = search.study.best_trial
+    drawn = OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in best.params.items()])
+    bases: list[Any] = []
+    groups: list[Any] = []
+    values = OmegaConf.create({})
+    for override in (*fixed, *drawn):
+        key, value = override.key_or_group, override.value()
+        if key.partition(".")[0] in NOT_THE_RECIPE or override.is_delete():
+            continue
+        if key == "experiment":
+            bases += value if isinstance(value, list) else [value]
+        elif (ROOT / "conf" / key).is_dir():
+            groups.append({f"override /{key}": value})
+        else:
+            OmegaConf.update(values, key, value)
+    with replacing(search.folder / "experiment" / "best.yaml") as file:
+        head = f"# @package _global_\n# the best of {search.trials} trials, {best.number}: {metric} {best.value:.4g}\n"
+        content = OmegaConf.create({"defaults": [*bases, *groups, "_self_"]})
+        file.write((head + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
+
+
+def train(job: Job, flags: list[str], log: Path) -> tuple[int, dict[str, Any]]:
+    """Runs a trial, which goes on where its folder stands; its exit code, and its summary or what it said last."""
+    where = f"hydra.run.dir={quoted(job.folder)}"
+    code = run([sys.executable, str(ROOT / "src" / "train.py"), *job.overrides, where, *flags], log)
+    said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    return code, {"status": "failed", "error": said[-1].removeprefix("error: ")} | summary_of(job.folder)
+
+
+def main(arguments: list[str]) -> int:
+    """Searches; returns the exit code: 0, 1 where no trial was completed, 130 or 143 after a signal."""
+    own = OWN | {key: value for key, _, value in (each.partition("=") for each in arguments) if key in OWN}
+    if not own["trials"].isdecimal() or own["mode"] not in ("max", "min"):
+        raise Refusal(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
+    flags = [each for each in arguments if each.startswith("-")]
+    given = [each for each in arguments if each not in flags and each.partition("=")[0] not in OWN]
+    parsed = OverridesParser.create().parse_overrides(given)
+    fixed = [override for override in parsed if not override.is_sweep_override()]
+    space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
+    if not space:
+        raise Refusal("nothing to search; give 'lr=tag(log,interval(0.001,0.3))', say")
+    outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(own["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
+    search = Search(folder, own["mode"], space, int(own["trials"]))
+    progress = Progress(search.trials, own["metric"], own["mode"])
+    refused = 0
+    while found := search.draw():
+        trial, lock = found
+        values = [f"{key}={value}" for key, value in trial.params.items()]
+        overrides = [*(str(each.input_line) for each in fixed), *values]
+        job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
+        code, summary = train(job, flags, folder / f"{trial.number}.log")
+        if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
+            print(f"to go on: the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
+            return code if code > 0 else 128 - code
+        value = (summary.get("metrics") or {}).get(own["metric"])
+        search.tell(trial.number, value if code == 0 else None)
+        lock.close()
+        for each in search.ended():
+            progress.saw(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
+        progress.done = len(search.ended()) - 1
+        progress.ended(job, summary)
+        refused += code == 2
+        if refused == FIRST and not progress.best:
+            raise Refusal(f"the first {FIRST} trials were refused: {summary['error']}")
+    if all(trial.value is None for trial in search.ended()):
+        print("error: no trial was completed", file=sys.stderr)
+        return 1
+    write_best(search, own["metric"], fixed)
+    print(f"the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (Refusal, HydraException) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
