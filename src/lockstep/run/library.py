@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import environment_kept
+from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
 from lockstep.run.checks import ROOT
@@ -105,7 +106,8 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 def _run() -> None:
     """The run's own process."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
+    import_quickly()
     answer, parent = Connection(int(sys.argv.pop(1))), int(sys.argv.pop(1))
     set_parent_death_signal(parent)
     summary: dict[str, Any] = {}
@@ -114,3 +116,4 @@ def _run() -> None:
         summary.update(supervisor.train(raw, folder), folder=str(folder))
 
     answer.send((*cli.run(job, "train"), summary))
+    leave(0)
