@@ -288,7 +288,7 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_carries_four_workers_and_not_sixty_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert 4 <= machine.cpu_cap() < 64
+    assert 4 <= config.cpu_cap() < 64
 
 
 @pytest.mark.parametrize(
