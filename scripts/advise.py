@@ -32,10 +32,11 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.loading import Splits, open_data
+from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.checks import real
 from lockstep.run.config import Config, check
+from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 from lockstep.run.training import train
 

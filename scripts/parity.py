@@ -41,10 +41,11 @@ from lockstep.arithmetic.layout import Layout, Refusal, split
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
-from lockstep.loading import Splits, open_data
+from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.checks import flag, whole
 from lockstep.run.config import Config, check
+from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 
 CONTROLS = {

@@ -24,10 +24,11 @@ from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.environment import external_workers
-from lockstep.loading import Splits, open_data
+from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.checks import choice, real, several, show, whole
 from lockstep.run.config import Config, check
+from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 from lockstep.run.supervisor import run_in_workers
 from lockstep.run.training import train

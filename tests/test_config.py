@@ -19,12 +19,13 @@ from PIL import Image
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch import machine
-from lockstep.loading import Spec, open_data
+from lockstep.loading import Spec
 from lockstep.run import config
 from lockstep.run.checks import ROOT
 from lockstep.run.cli import BAD_INPUT, keyed, line
 from lockstep.run.config import Config, check
 from lockstep.run.evaluation import config_of, find_checkpoint, must_match
+from lockstep.run.opening import open_data
 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 

@@ -28,7 +28,8 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.callbacks import Pictures, boards
 from lockstep.callbacks.boards import Pace
 from lockstep.callbacks.pictures import Mistakes
-from lockstep.loading import DataModule, Spec, open_data
+from lockstep.loading import DataModule, Spec
+from lockstep.run.opening import open_data
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 KINDS = ("scalars", "images", "tensors", "histograms")

@@ -18,7 +18,7 @@ import pytest
 from small_data import config, one_line
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.loading import open_data
+from lockstep.run.opening import open_data
 from project.data import files as file_sets
 from project.data import mnist
 

@@ -20,9 +20,9 @@ from PIL import Image
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
-from lockstep.loading import open_data
 from lockstep.run import cli
 from lockstep.run.config import Config, check
+from lockstep.run.opening import open_data
 from project.data.files import read_idx
 from project.data.image_folder import FolderDataset, image_folder
 

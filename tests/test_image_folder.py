@@ -13,8 +13,8 @@ from PIL import Image
 from small_data import config, one_line
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.loading import open_data
 from lockstep.loading.datasets import fetch
+from lockstep.run.opening import open_data
 from project.data import image_folder
 from project.data.image_folder import FolderDataset, decode
 

@@ -13,12 +13,12 @@ from small_data import CONF, arrays, config, one_line
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, load
-from lockstep.loading import Source, Spec, open_data
+from lockstep.loading import Source, Spec
 from lockstep.loading.datasets import fingerprint
-from lockstep.loading.opening import hold_out
 from lockstep.run.config import check
 from lockstep.run.evaluation import evaluate
 from lockstep.run.library import compose
+from lockstep.run.opening import hold_out, open_data
 from project.data.digits import enlarge, synthetic
 
 
@@ -62,7 +62,7 @@ def test_held_out_samples_are_those_of_smallest_hash() -> None:
 
 def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
-    monkeypatch.setattr("lockstep.loading.opening.build", lambda *args, **offers: source)
+    monkeypatch.setattr("lockstep.run.opening.instantiate", lambda *args, **offers: source)
     found = open_data({"_target_": "mine.stripes"}, "nowhere")
     assert (len(found.train), len(found.val), found.test) == (18, 2, None)
     with pytest.raises(Refusal, match="data=digits: its Source has no test set"):

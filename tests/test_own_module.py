@@ -22,12 +22,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.loading import Splits, open_data
+from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.config import check
 from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
 from lockstep.run.loggers import make_loggers
+from lockstep.run.opening import open_data
 from lockstep.run.resume import key
 
 MODULE = """

@@ -17,10 +17,10 @@ from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
-from lockstep.loading import open_data
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.loggers import make_loggers
+from lockstep.run.opening import open_data
 from project.models import MnistCNN
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from trials.trial import Trial, run
 from trials.verdicts import MARGIN, Distances, allowed
 
 from lockstep.launch.agent import has_computed
-from lockstep.loading import open_data
 from lockstep.run.config import check
 from lockstep.run.library import compose
+from lockstep.run.opening import open_data
 
 TINY = (
     "data=synthetic",

@@ -14,11 +14,11 @@ import torch
 from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
 
 from lockstep.launch.group import agree
-from lockstep.loading import open_data
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
 from lockstep.run.continuation import told as told_of
 from lockstep.run.library import compose
+from lockstep.run.opening import open_data
 from lockstep.run.training import as_launched, train
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.

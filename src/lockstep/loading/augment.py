@@ -6,9 +6,7 @@ made on the host. So it is the same in whichever batch, piece or process the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64, uniform
-from lockstep.run.checks import choice, flag, unknown, whole
 
 DRAWS = 3  # per sample: vertical shift, horizontal shift, flip
 
@@ -36,22 +32,6 @@ class Augment:
     crop: int = 0
     flip: bool = False
     fill: str = "zero"
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any] | None, image_size: int) -> Augment:
-        """From the config's `data.augment`.
-
-        Raises:
-            Refusal: an unknown key, or a value out of range.
-        """
-        checks = {"crop": whole(0), "flip": flag, "fill": choice("zero", "reflect")}
-        for key in options or {}:
-            if key not in checks:
-                raise Refusal(f"data.augment.{key}: there is no such key; {unknown(str(key), checks)}")
-        augment = cls(**{key: checks[key](f"data.augment.{key}", value) for key, value in (options or {}).items()})
-        if augment.crop >= image_size:
-            raise Refusal(f"data.augment.crop={augment.crop}: must be less than the images' {image_size} pixels")
-        return augment
 
     def __bool__(self) -> bool:
         return self.crop > 0 or self.flip

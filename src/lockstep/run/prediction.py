@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lockstep.callbacks import Heartbeat, checkpoint_io
 from lockstep.launch.atomic import replacing
-from lockstep.loading import Spec, Splits, open_data
+from lockstep.loading import Spec, Splits
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
+from lockstep.run.opening import open_data
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
 

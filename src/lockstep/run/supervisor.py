@@ -26,7 +26,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     config = check(raw, given=resume.given())
 
     from lockstep.callbacks import checkpoint_io
-    from lockstep.loading import open_data
+    from lockstep.run.opening import open_data
     from lockstep.run.training import train as work
 
     if config.resume:

@@ -13,8 +13,11 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import Source, Splits, fingerprint
-from lockstep.run.checks import fraction, show, whole
+from lockstep.run.checks import checker
 from lockstep.run.instantiate import instantiate
+from lockstep.run.schema import Data
+
+check_data = checker(Data)
 
 
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
@@ -29,23 +32,22 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     Raises:
         Refusal: missing, incomplete or damaged data, or an option out of range.
     """
-    options = dict(config)
-    held = fraction("data.val_fraction", options.pop("val_fraction", 0.1))
-    split_seed = whole(0)("data.split_seed", options.pop("split_seed", 0))
-    augment = options.pop("augment", None)
-    if augment is not None and not isinstance(augment, Mapping):
-        raise Refusal(f"data.augment={show(augment)}: must be null, or keys such as data.augment.crop=2")
+    options = dict(check_data("data", config))
+    held, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
+    augment = Augment(**(options.pop("augment", None) or {}))
     source = instantiate("data", options, data_dir=data_dir, seed=seed)
     if not isinstance(source, Source):
         made = type(source).__name__
         raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}")
-    checked = Augment.of(augment, source.spec.image_size)
+    if augment.crop >= source.spec.image_size:
+        size = f"the images' {source.spec.image_size} pixels"
+        raise Refusal(f"data.augment.crop={augment.crop}: must be less than {size}")
     train, val = (source.train, source.val) if source.val is not None else hold_out(source.train, held, split_seed)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise Refusal(f"data={config.get('name')}: there is no {name} image")
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
-    return Splits(train, val, source.test, source.spec, hashlib.sha256("".join(parts).encode()).hexdigest(), checked)
+    return Splits(train, val, source.test, source.spec, hashlib.sha256("".join(parts).encode()).hexdigest(), augment)
 
 
 def hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
