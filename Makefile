@@ -37,10 +37,11 @@ quick: setup ## the tests without the whole-run proofs
 test: quick ## the whole suite: those, then the proofs
 	@$(BIN)/python -m pytest $(BESIDE) -m slow $(ARGS)
 
-lint: setup ## ruff (rules and format) and mypy
+lint: setup ## ruff (rules and format), mypy, and the order of the rooms
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 
 # uv resolves for all platforms and Pythons at once, which pip can't; it lives in a folder of its own and is gone afterwards.
 lock: ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
