@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -19,7 +18,7 @@ from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Loader, Plain, board,
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter, ResumeState
+from lockstep.callbacks import Console, Dashboard, Meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -180,23 +179,6 @@ def test_the_dashboard_needs_a_meter_above_it(tmp_path: Path) -> None:
     for callbacks in ([Dashboard(CONFIG, "")], [Dashboard(CONFIG, ""), Meter()]):
         with pytest.raises(Refusal, match=r"callbacks\.meter"):
             trainer_with(tmp_path, *callbacks).fit(Plain(), **loaders())
-
-
-def test_the_checkpoint_that_a_run_goes_on_from_becomes_its_last(tmp_path: Path) -> None:
-    """So a group that is started again before the next one goes on from there too."""
-    trainer_with(tmp_path, Checkpoint(tmp_path), epochs=3).fit(Plain(), **loaders())
-    best, last = (tmp_path / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
-    assert step_of(best) < step_of(last)
-    found: list[bool] = []
-
-    class Probe(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            found.append(last.samefile(best))
-
-    callbacks = ResumeState({}, tmp_path, {}, 1), Probe()
-    trainer_with(tmp_path, *callbacks, epochs=3).fit(Plain(), **loaders(), ckpt_path=str(best))
-    assert all(found)
-    assert found
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -95,11 +95,3 @@ def test_the_best_survives_a_resume(tmp_path: Path, killed: str) -> None:
         assert (callback.best_score, step_of(callback.best_path)) == (0.5, 4 * STEPS)
     else:
         assert (callback.best_score, step_of(callback.best_path)) == (0.75, 2 * STEPS)
-
-
-def test_a_run_that_has_nothing_left_to_train_still_names_its_best(tmp_path: Path) -> None:
-    trainer_with(tmp_path, Checkpoint(tmp_path), epochs=2).fit(Plain(), **loaders())
-    last, best = (tmp_path / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
-    best.unlink()
-    trainer_with(tmp_path, Checkpoint(tmp_path), epochs=2).fit(Plain(), **loaders(), ckpt_path=str(last))
-    assert best.samefile(last)

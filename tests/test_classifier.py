@@ -147,7 +147,7 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
     same, new = {"lr": 0.1}, {"lr": 0.4}
 
     def fit(model: Any, settings: dict[str, float], epochs: int, **options: Any) -> Trainer:
-        state = ResumeState({}, tmp_path, {"optimizer": settings}, steps_per_epoch=3)
+        state = ResumeState({}, {"optimizer": settings}, steps_per_epoch=3)
         run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, *options.pop("callbacks", [])])
         run.fit(model, loader(batches(3)), loader(batches(1)), weights_only=True, **options)
         return run
@@ -170,7 +170,7 @@ def test_a_schedule_that_follows_a_metric_keeps_what_it_has_seen(tmp_path: Path)
     rates = []
     for epochs, patience in ((3, 0), (4, 5)):
         first, settings = First(), {"optimizer": {"lr": 0.1}, "scheduler": {"patience": patience}}
-        state = ResumeState({}, tmp_path, settings, steps_per_epoch=3)
+        state = ResumeState({}, settings, steps_per_epoch=3)
         run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, first])
         again: dict[str, Any] = {"ckpt_path": tmp_path / "cut.ckpt"} if epochs == 4 else {}
         run.fit(mnist_cnn(scheduler=by_metric), loader(batches(3)), loader(batches(1)), weights_only=True, **again)

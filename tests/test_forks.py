@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from conftest import Program, wait_for, workers_of
 
 TOLD = """
@@ -56,13 +55,3 @@ def test_a_killed_one_is_told_as_such(tmp_path: Path) -> None:
     run = program.finish(process)
     assert (run.returncode, run.stdout) == (-signal.SIGKILL, "there\n")
     process.kill()  # nobody, by now
-
-
-def test_one_that_fails_says_why(tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("def reason():\n    raise KeyError('why')\nreason()")
-    run = Program(tmp_path, str(script))(ok=False)
-    assert run.returncode == 1
-    assert run.stderr.endswith("KeyError: 'why'\n")
-    with pytest.raises(AssertionError, match="exit 1"):
-        Program(tmp_path, str(script))()

@@ -8,12 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import plain
 import pytest
-import torch
 from plain import SIZE, STEPS, Clock, Counting, FakeBatch, Loader, Plain, loaders, trainer_with
 from torch import Tensor
 
 from lockstep.callbacks import Checkpoint, Meter, meter, speed, split
-from lockstep.callbacks.means import FOLDED, WeightedMeans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,13 +150,3 @@ def test_a_checkpoint_that_is_tested_changes_no_measurement(tmp_path: Path) -> N
     before = measured.samples_per_second
     trainer.test(Plain(), Loader(1), ckpt_path=str(tmp_path / "checkpoints" / "best.ckpt"), verbose=False)
     assert (measured.samples_per_second, measured.samples_seen) == (before, 3 * STEPS * SIZE)
-
-
-def test_folding_changes_no_mean() -> None:
-    means, device = WeightedMeans(), torch.device("cpu")
-    for number in range(2 * FOLDED + 5):
-        means.add({"loss": torch.tensor(float(number)), **({"rare": torch.tensor(1)} if number == 7 else {})}, 2)
-    assert means.names() == ["loss", "rare"]
-    count = 2 * FOLDED + 5
-    assert means.take(["loss", "rare", "none"], device).tolist() == [[count * (count - 1), 2 * count], [2, 2], [0, 0]]
-    assert not means.take(["loss"], device).any()

@@ -3,12 +3,10 @@
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
-from lockstep.callbacks.empty_rank import DummyBatchOnEmptyRank
-from lockstep.callbacks.heartbeat import Heartbeat
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
-from lockstep.callbacks.replicas import ReplicaConsistencyCheck
+from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, Heartbeat, ReplicaConsistencyCheck
 from lockstep.callbacks.resume_state import ResumeState
 
 __all__ = [

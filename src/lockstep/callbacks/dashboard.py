@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import first_page
-from lockstep.callbacks.boards import Pace, boards
-from lockstep.callbacks.meter import Meter, aside, find
+from lockstep.callbacks.meter import aside, find
 
 HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
@@ -37,12 +37,15 @@ class Dashboard(Callback):
         self._config = config
         self._headline = headline
         self._histograms = histograms
-        self._pace = Pace(HISTOGRAM_SECONDS)
-        self._drawn = False  # the graph
+        self._next_histograms = 0.0
+        self._graph_drawn = False
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._meter(trainer)
+        meter = find(trainer, above=self)
+        if meter is None:
+            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one, above it")
+        self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -50,26 +53,25 @@ class Dashboard(Callback):
         for logger in trainer.loggers:
             if not isinstance(logger, TensorBoardLogger):
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
-        for board in boards(trainer):
+        for board in first_page.boards(trainer):
             with aside(trainer):
                 first_page.write(board.experiment, trainer.global_step, self._config, self._headline)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if trainer.loggers and trainer.is_global_zero and self._meter(trainer).due(trainer, trainer.global_step + 1):
+        if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
             self._step = {"lr": optimizer.param_groups[0]["lr"], "grad_norm": torch.nn.utils.get_total_norm(gradients)}
-            if self._histograms and self._pace.due:
-                with self._pace.spend():
-                    self._add_histograms(trainer, pl_module)
+            if self._histograms and time.monotonic() >= self._next_histograms:
+                self._next_histograms = time.monotonic() + HISTOGRAM_SECONDS
+                self._add_histograms(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        meter = self._meter(trainer)
-        if not (meter.fresh and trainer.is_global_zero):
+        if not (self._meter.fresh and trainer.is_global_zero):
             return
         with aside(trainer):
-            shown = {**meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
+            shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
             for logger in trainer.loggers:
@@ -78,30 +80,24 @@ class Dashboard(Callback):
                     logger.save()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not self._drawn:  # not earlier: nobody waits for it before the first step
-            self._drawn = True
+        if trainer.is_global_zero and not self._graph_drawn:  # not earlier: nobody waits for it before the first step
+            self._graph_drawn = True
             with aside(trainer):
-                for board in boards(trainer):
+                for board in first_page.boards(trainer):
                     first_page.add_graph(board.experiment, trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for board in boards(trainer) if trainer.is_global_zero else []:
+        for board in first_page.boards(trainer) if trainer.is_global_zero else []:
             first_page.end(board.experiment)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # What was drawn before a checkpoint is never drawn again, so it must be on the disk.
-        for board in boards(trainer) if trainer.is_global_zero else []:
+        for board in first_page.boards(trainer) if trainer.is_global_zero else []:
             board.experiment.flush()
-
-    def _meter(self, trainer: Trainer) -> Meter:
-        meter = find(trainer, above=self)
-        if meter is None:
-            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one, above it")
-        return meter
 
     def _add_histograms(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step + 1  # the one that is about to end
-        for board in boards(trainer):
+        for board in first_page.boards(trainer):
             for name, parameter in module.named_parameters():
                 board.experiment.add_histogram(f"weights/{name}", parameter.detach(), step)
                 if parameter.grad is not None and bool(parameter.grad.isfinite().all()):

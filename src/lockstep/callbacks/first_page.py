@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -29,6 +30,11 @@ CHARTS = {
     "norm of the gradient": ["^grad_norm$"],
     "learning rate": ["^lr$"],
 }
+
+
+def boards(trainer: Trainer) -> list[TensorBoardLogger]:
+    """The Trainer's TensorBoard loggers."""
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def write(writer: SummaryWriter, step: int, config: Mapping[str, Any], headline: str) -> None:

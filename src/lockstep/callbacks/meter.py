@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.callbacks.means import WeightedMeans
 from lockstep.callbacks.speed import Speed
 from lockstep.callbacks.split import PARTS, StepSplit
 
@@ -68,8 +67,8 @@ class Meter(Callback):
         self._waited = 0.0  # seconds since then
         self._speed = Speed(warmup)
         self._split = StepSplit()
-        self._means = WeightedMeans()  # since the measurement before, on this rank
-        self._names: list[str] = []  # of what is measured
+        self._names: list[str] = []  # of what training steps return
+        self._returned: list[tuple[dict[str, Tensor], int]] = []  # by steps not yet added up, and their samples here
         self._since: dict[str, Tensor] = {}  # by name sum and weight over all ranks, since the measurement before
         self._epoch: dict[str, Tensor] = {}  # the same since the epoch began
         self._epoch_number = -1
@@ -114,10 +113,9 @@ class Meter(Callback):
         if self._split.running:
             self._split.end()
         self.samples_seen += batch.samples
-        self._means.add(
-            {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim == 0},
-            batch.num_local_samples,
-        )
+        if batch.num_local_samples:
+            numbers = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim == 0}
+            self._returned.append((numbers, batch.num_local_samples))
         self.fresh = self.due(trainer, trainer.global_step)
         if self.fresh:
             self._measure(trainer, pl_module)
@@ -159,7 +157,8 @@ class Meter(Callback):
         returns those of all, [ranks, len(mine)]. Every rank must call it."""
         if not self._names:
             return torch.empty(0)
-        sums = self._means.take(self._names, module.device)
+        sums = _weighted_sums(self._returned, self._names, module.device)
+        self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
         total = rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
@@ -173,7 +172,7 @@ class Meter(Callback):
         steps = self._speed.steps + 1  # the speed counts this one when all is measured
         took = steps - before
         if not self._names:  # the first step; rank zero always has samples
-            self._names = trainer.strategy.broadcast(self._means.names())
+            self._names = trainer.strategy.broadcast([name for numbers, _ in self._returned for name in numbers])
         pace = (self._speed.now() - clock) / took
         mine = [self._waited / took, pace, peak_gib(module.device), *self._split.seconds(), self._split.samples]
         rows = self._collect(trainer, module, mine)
@@ -192,6 +191,20 @@ class Meter(Callback):
         step, pace = trainer.global_step, float(rows[0, 1])
         soon = step + max(1, int(self._log_seconds / max(pace, 1e-9)))
         self._next = min(soon, (step // self._log_every + 1) * self._log_every)
+
+
+def _weighted_sums(returned: list[tuple[dict[str, Tensor], int]], names: list[str], device: torch.device) -> Tensor:
+    """Of each name the sum of what steps returned, each times its samples, and of these samples; float64 [names, 2].
+
+    Nobody waits for the device: added up at each step, they would cost a small network half a per cent of it."""
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+    for row, name in zip(sums, names, strict=True):
+        found = [(numbers[name], samples) for numbers, samples in returned if name in numbers]
+        if found:
+            values = torch.stack([value for value, _ in found]).to(sums)
+            samples = sums.new_tensor([samples for _, samples in found])
+            row.copy_(torch.stack([values @ samples, samples.sum()]))
+    return sums
 
 
 def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.boards import Pace, boards
+from lockstep.callbacks.first_page import boards
 from lockstep.callbacks.meter import aside
 from lockstep.loading import Spec
 from lockstep.step.loop import is_last_step
@@ -39,7 +44,7 @@ class Pictures(Callback):
             raise Refusal(f"callbacks.pictures.seconds={seconds}: must be a number of at least 0")
         if isinstance(mistakes, bool) or not isinstance(mistakes, int) or mistakes < 1:
             raise Refusal(f"callbacks.pictures.mistakes={mistakes}: must be a whole number of at least 1")
-        self._pace = Pace(seconds)
+        self._seconds, self._next = seconds, 0.0  # when validation is drawn again
         self._most = mistakes
         self._hook: Any = None  # while it listens
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
@@ -51,7 +56,7 @@ class Pictures(Callback):
             return
         spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
         self._confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False).to(pl_module.device)
-        self._mistakes = Mistakes(spec, self._most, pl_module.device)
+        self._mistakes = Mistakes(spec, self._most)
 
         def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
             self._seen = (args[0] if args else None), output
@@ -82,18 +87,21 @@ class Pictures(Callback):
         split = _split(trainer)
         with aside(trainer):
             confusion = self._confusion.compute().cpu()
-            drawn = split == "test" or is_last_step(trainer) or trainer.strategy.broadcast(self._pace.due)
+            due = trainer.strategy.broadcast(time.monotonic() >= self._next)
+            drawn = due or split == "test" or is_last_step(trainer)
             if drawn:
                 self._mistakes.gather(trainer)
             if not trainer.is_global_zero or not confusion.any():
                 return
             if len(confusion) <= MOST_CLASSES:
-                accuracies = _by_class(confusion, self._mistakes.classes, f"{split}_class")
+                hits, counts = confusion.diagonal().tolist(), confusion.sum(dim=1).tolist()
+                rows = zip(self._mistakes.classes, hits, counts, strict=True)
+                accuracies = {f"{split}_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
                     board.log_metrics(accuracies, trainer.global_step)
             if drawn:
-                with self._pace.spend():
-                    self._draw(trainer, confusion, split)
+                self._draw(trainer, confusion, split)
+                self._next = time.monotonic() + self._seconds
 
     on_validation_start = on_test_start = _listen
     on_validation_batch_end = on_test_batch_end = _count
@@ -112,8 +120,8 @@ class Pictures(Callback):
             figure.suptitle(f"step {trainer.global_step}: {right:,} of {count:,} right")
             axes = figure.add_subplot()
             self._confusion.plot(confusion, axes, labels=self._mistakes.classes, add_text=numbers, cmap="Blues")
-        if len(self._mistakes):
-            rows = -(-len(self._mistakes) // COLUMNS)
+        if self._mistakes.worst:
+            rows = -(-len(self._mistakes.worst) // COLUMNS)
             figure = figures["mistakes"] = Figure((9, 1 + 1.8 * rows), layout="constrained")
             figure.suptitle(f"step {trainer.global_step}: the worst of {count - right:,} mistakes")
             self._mistakes.draw(figure.add_subplot())
@@ -122,68 +130,57 @@ class Pictures(Callback):
                 board.experiment.add_figure(f"{name}/{split}", figure, trainer.global_step)
 
 
-class Mistakes:
-    """The samples with the largest loss among those that were got wrong, worst first.
+Mistake = tuple[float, int, int, float, NDArray[np.uint8]]
 
-    Args:
-        spec: the data's; it gives the images' shape, so that ranks without a sample join.
-        most: how many are kept.
-        device: where samples come from.
+
+class Mistakes:
+    """The samples with the largest loss among those that were got wrong.
 
     Attributes:
-        losses: float64 [most]; -1 where there are fewer mistakes.
-        facts: label, prediction, and the prediction's probability, float64 [most, 3].
-        images: uint8 [most, channels, size, size].
+        worst: of each the loss, the label, the prediction, its probability, and the image, uint8 [size, size,
+            channels]; the worst first, `most` at the most.
     """
 
-    def __init__(self, spec: Spec, most: int, device: torch.device) -> None:
+    def __init__(self, spec: Spec, most: int) -> None:
         self.classes = [str(name) for name in spec.classes]
+        self.worst: list[Mistake] = []
         self._spec = spec
-        self.losses = torch.full((most,), -1.0, dtype=torch.float64, device=device)
-        self.facts = torch.zeros(most, 3, dtype=torch.float64, device=device)
-        shape = spec.channels, spec.image_size, spec.image_size
-        self.images = torch.zeros(most, *shape, dtype=torch.uint8, device=device)
-
-    def __len__(self) -> int:
-        return int((self.losses >= 0).sum())
+        self._most = most
 
     def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
         """Adds n samples: normalised images x, logits or log-probabilities [n, C], labels y [n]."""
         logs = logits.detach().double().log_softmax(dim=1)
         sure, predictions = logs.max(dim=1)
         losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
-        worst = losses.topk(min(len(self.losses), len(y))).indices
+        found = losses.topk(min(self._most, len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
-        pixels = ((x[worst] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-        self._keep(losses[worst], torch.stack([y, predictions, sure.exp()], dim=1)[worst], pixels)
+        pixels = ((x[found] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        images = pixels.permute(0, 2, 3, 1).cpu().numpy()
+        facts = (part[found].tolist() for part in (losses, y, predictions, sure.exp()))
+        self._keep(mistake for mistake in zip(*facts, images, strict=True) if mistake[0] >= 0)
 
     def gather(self, trainer: Trainer) -> None:
         """Keeps the worst over all ranks; every rank must call it."""
-        kept = self.losses, self.facts, self.images
         if trainer.world_size > 1:
-            everyone = [trainer.strategy.all_gather(part).flatten(0, 1) for part in kept]
-            self.losses.fill_(-1.0)
-            self._keep(*everyone)
+            everyone: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(everyone, self.worst)
+            self.worst = []
+            self._keep(mistake for found in everyone for mistake in found)
 
     def draw(self, axes: Any) -> None:
         """Each image, and below it what it was taken for, how surely, and what it is."""
-        images = self.images.permute(0, 2, 3, 1)[..., : 3 if self._spec.channels >= 3 else 1].cpu().numpy()
-        for number, (label, said, sure) in enumerate(self.facts[: len(self)].tolist()):
+        for number, (_, label, said, sure, image) in enumerate(self.worst):
             row, column = divmod(number, COLUMNS)
             extent = column, column + 0.9, -row - 0.7, -row
-            axes.imshow(images[number], extent=extent, cmap="gray", vmin=0, vmax=255, aspect="auto")
-            caption = f"said {self.classes[int(said)][:12]} {sure:.0%}\nis {self.classes[int(label)][:18]}"
+            shown = image[..., : 3 if image.shape[-1] >= 3 else 1]
+            axes.imshow(shown, extent=extent, cmap="gray", vmin=0, vmax=255, aspect="auto")
+            caption = f"said {self.classes[said][:12]} {sure:.0%}\nis {self.classes[label][:18]}"
             axes.text(column, -row - 0.73, caption, fontsize=9, verticalalignment="top")
         axes.set(xlim=(0, COLUMNS), ylim=(-row - 1, 0))
         axes.axis("off")
 
-    def _keep(self, losses: Tensor, facts: Tensor, images: Tensor) -> None:
-        """The worst of those kept and these."""
-        losses = torch.cat([self.losses, losses])
-        worst = losses.argsort(descending=True, stable=True)[: len(self.losses)]
-        self.losses = losses[worst]
-        self.facts = torch.cat([self.facts, facts])[worst]
-        self.images = torch.cat([self.images, images])[worst]
+    def _keep(self, more: Iterable[Mistake]) -> None:
+        self.worst = sorted([*self.worst, *more], key=lambda mistake: mistake[0], reverse=True)[: self._most]
 
 
 def _split(trainer: Trainer) -> str:
@@ -201,9 +198,3 @@ def _classified(x: Any, logits: Any, y: Any, classes: int) -> bool:
         and x.ndim == 4
         and bool(((y >= 0) & (y < classes)).all())
     )
-
-
-def _by_class(confusion: Tensor, classes: list[str], group: str) -> dict[str, float]:
-    """Accuracy of each class as `<group>/<class>`; a class without a sample has none."""
-    counts, hits = confusion.sum(dim=1).tolist(), confusion.diagonal().tolist()
-    return {f"{group}/{name}": hit / count for name, hit, count in zip(classes, hits, counts, strict=True) if count}

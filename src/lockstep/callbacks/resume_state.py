@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-
-from lockstep.launch.atomic import same_file
-from lockstep.launch.watchdog import patient
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
 GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by ReduceLROnPlateau
 
 
 class ResumeState(pl.Callback):
-    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began. The
-    checkpoint that it goes on from becomes its last one: a group that is started again goes on from there too.
+    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
 
     Where the optimizer's or the schedule's settings are others than the checkpoint's, they win: the optimizer takes
     them and keeps what it has gathered, and the new schedule stands where it would after as many steps.
 
     Args:
         config: the run's plain config.
-        folder: the run folder.
         settings: of the module's optimizer and schedule, plain; see `lockstep.run.optimizers.settings`.
         steps_per_epoch: optimizer steps.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, settings: dict[str, Any], steps_per_epoch: int) -> None:
+    def __init__(self, config: dict[str, Any], settings: dict[str, Any], steps_per_epoch: int) -> None:
         self.settings = settings
         self.steps_per_epoch = steps_per_epoch
         self._loaded: dict[str, Any] = {}  # the checkpoint, which Lightning goes on from after `on_fit_start`
-        self.last = folder / "checkpoints" / "last.ckpt"
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
         self._changed: dict[str, bool] = {}  # since then, in the run that goes on
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
-
-    @patient()
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        used = Path(trainer.ckpt_path or self.last)
-        if used != self.last and used.parent == self.last.parent and trainer.is_global_zero:
-            same_file(used, self.last)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -71,7 +58,7 @@ class ResumeState(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name, trained in self._changed.items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
-        if self._loaded and self._loaded["continuation"].get("settings", self.settings) != self.settings:
+        if self._loaded and self._loaded["continuation"]["settings"] != self.settings:
             self._follow_settings(trainer)
         self._loaded = {}
 

@@ -95,8 +95,7 @@ def launch(
         forwarding() as received,
         scratch_folder() as scratch,
         watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
-        _steps_told(),
-        _cursor_shown(),
+        _told_of_killed(),
     ):
         known = f"{rdzv_endpoint}/{next(_met)}" if rdzv_endpoint else uuid.uuid4().hex
         config = LaunchConfig(
@@ -136,25 +135,16 @@ def launch(
 
 
 @contextmanager
-def _steps_told() -> Iterator[None]:
-    """Workers that are killed write no summary: who hears of it hears too how far they were."""
+def _told_of_killed() -> Iterator[None]:
+    """What killed workers left undone: they write no summary, so who hears of it hears too how far they were; and one
+    that drew a bar has hidden the terminal's cursor."""
     try:
         yield
     except (Interrupted, WorkerFailed) as ended:
         ended.steps = watchdog.steps()
-        raise
-
-
-@contextmanager
-def _cursor_shown() -> Iterator[None]:
-    """A worker hides the terminal's cursor while it draws a bar, and one that is killed leaves it so."""
-    try:
-        yield
-    finally:
         if sys.stderr.isatty():
-            from rich.console import Console
-
-            Console(stderr=True).show_cursor()
+            sys.stderr.write("\x1b[?25h")
+        raise
 
 
 def _explain(rank: int, failure: Any) -> Exception:
@@ -200,23 +190,9 @@ def place(trace: str) -> str:
     return f"{file if near.startswith('..') else near}:{line} in {function}; "
 
 
-_computed = False  # whether this process may have run a parallel operation: see has_computed
-
-
-@contextmanager
-def has_computed() -> Iterator[None]:
-    """For a caller that may have computed before, a measurement say: its workers are spawned."""
-    global _computed
-    before, _computed = _computed, True
-    try:
-        yield
-    finally:
-        _computed = before
-
-
 def start_method() -> str:
     """`fork` where it is safe and exists, else `spawn`."""
     import torch
 
-    computed = _computed or torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    computed = torch.cuda.is_initialized() or "ipykernel" in sys.modules
     return "fork" if sys.platform == "linux" and not computed else "spawn"

@@ -71,7 +71,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         *make_callbacks(config, splits, folder, module),
     ]
     samples = len(splits.train)
-    state = ResumeState(config.record, folder, settings(config, samples), steps_per_epoch(config, samples))
+    state = ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))
     callbacks += [state, Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)

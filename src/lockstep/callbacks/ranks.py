@@ -1,0 +1,78 @@
+"""What keeps ranks together: each is heard of, has a sample to evaluate, and holds the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torchmetrics import Metric
+
+from lockstep.launch.watchdog import beat
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class Heartbeat(pl.Callback):
+    """Tells the parent at the start and at each batch of an evaluation or prediction that this worker is alive, and how
+    far; the loop does so at each micro-batch of a step."""
+
+    def _beat(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        beat(trainer.global_step)
+
+    on_train_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _beat
+
+
+class DummyBatchOnEmptyRank(pl.Callback):
+    """Where an evaluation has fewer samples than ranks, one without a sample evaluates one all the same, so that it
+    joins every collective that `self.log` and metrics start at the evaluation's end, and then forgets it: metrics and
+    logged means of the batch are reset."""
+
+    def __init__(self) -> None:
+        self._updates: list[tuple[Metric, int]] = []
+
+    def _take_down(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
+
+    def _forget(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):  # type: ignore[attr-defined]
+            return
+        for metric, before in self._updates:
+            if metric.update_count != before:  # others are those of the epoch that is under way
+                metric.reset()
+        for result in (trainer._results or {}).values():
+            if not result.has_reset:  # others were logged by an evaluation before
+                result.reset()
+                result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
+
+    on_validation_batch_start = on_test_batch_start = _take_down
+    on_validation_batch_end = on_test_batch_end = _forget
+
+
+class Diverged(Exception):
+    """A rank's weights are not those of rank zero."""
+
+
+class ReplicaConsistencyCheck(pl.Callback):
+    """At the start and before each checkpoint, compares a checksum of the parameters' bits over all ranks, with one
+    all-gather of a number."""
+
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if trainer.world_size == 1:
+            return
+        sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
+        others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]
+        if others:
+            ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank 0")
+
+    on_train_start = on_save_checkpoint = _compare
+
+
+def _checksum(module: torch.nn.Module) -> torch.Tensor:
+    """A sum over the bits of all parameters, int64: elements weigh 1, tensors by their position."""
+    total = torch.zeros((), dtype=torch.int64, device=next(module.parameters()).device)
+    for position, parameter in enumerate(module.parameters()):
+        bits = parameter.detach().contiguous().view(-1).view(INTEGERS[parameter.element_size()])
+        total += bits.sum(dtype=torch.int64) * (2 * position + 1)
+    return total
