@@ -162,7 +162,7 @@ def test_a_resumed_run_goes_on_at_its_step(workers: int) -> None:
 
 def test_they_move_to_a_device() -> None:
     step_batch = step_batches(module(splits(arrays(30), Augment(flip=True)), layout(batch_size=8, pieces=2)))[0]
-    moved = step_batch.to("meta")
+    moved = step_batch.to(torch.device("meta"))
     assert {t.device.type for micro_batch in moved.micro_batches for t in (*micro_batch.batch, micro_batch.draws)} == {
         "meta"
     }
@@ -282,8 +282,7 @@ def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: in
 
 @pytest.mark.filterwarnings("ignore")
 def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    task: dict[str, Any] = {"optimizer": {"name": "sgd"}, "scheduler": {"name": "constant"}, "total_steps": 1}
-    net = MnistCNN(channels=1, image_size=12, num_classes=3, lr=0.1, **task)
+    net = MnistCNN(channels=1, image_size=12, num_classes=3)
     sides = splits(arrays(9), evaluated=arrays(300, size=12))
     beats: list[int] = []
     monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
