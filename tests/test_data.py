@@ -219,33 +219,11 @@ def test_a_process_without_samples_gets_a_stand_in() -> None:
     assert [sum(len(y) for _, y in made.test_dataloader()) for made in data] == [1, 1, 1]
 
 
-class Counts(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(36, 2)
-        self.seen: list[int] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        assert x.dtype == torch.float32
-        assert abs(x).max() < 4
-        self.seen += y.tolist()
-
-    test_step = validation_step
-
-
 def quiet_trainer(*callbacks: pl.Callback) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu", devices=1, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_evaluates_on_plain_batches() -> None:
-    counts = Counts()
-    quiet_trainer().validate(counts, datamodule=DataModule(splits(arrays(9), evaluated=arrays(700)), layout(), seed=0))
-    assert counts.seen == list(range(700))
 
 
 class Indices(BasePredictionWriter):
