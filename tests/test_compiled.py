@@ -18,7 +18,6 @@ import torch
 import torch._dynamo
 from conftest import Program, Run, apart
 from silent import silent
-from test_config import composed
 from test_loop import Net, fit
 from torch import nn
 
@@ -27,6 +26,7 @@ from lockstep.launch import watchdog
 from lockstep.launch.scratch import outside, scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
+from lockstep.run.library import compose
 from lockstep.run.schema import MODES
 from lockstep.step.networks import EagerEvaluation, compile_networks, networks
 
@@ -189,17 +189,17 @@ def test_kernels_are_not_kept_where_a_run_leaves_nothing() -> None:
 @pytest.mark.usefixtures("gpus")
 def test_what_does_not_work_on_a_gpu(overrides: str, said: str) -> None:
     with pytest.raises(Refusal, match=said):
-        check(parsed(overrides))
+        check(dict(compose(*overrides.split())))
 
 
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")
     with pytest.raises(Refusal, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
-        check(parsed("compile=true"))
+        check(dict(compose(*["compile=true"])))
     monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: None)
     with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
-        check(parsed("compile=true"))
+        check(dict(compose(*["compile=true"])))
 
 
 @pytest.mark.usefixtures("gpus")
@@ -207,30 +207,19 @@ def test_a_mode_is_torchs_own() -> None:
     from torch._inductor import list_mode_options
 
     for mode in ("reduce-overhead", "max-autotune"):
-        assert check(parsed(f"compile={mode} memory_budget=100")).compile in list_mode_options()
-    assert check(parsed("compile=true")).compile == "default"
-    assert check(parsed("compile=false")).compile is None
+        assert check(dict(compose(*f"compile={mode} memory_budget=100".split()))).compile in list_mode_options()
+    assert check(dict(compose(*["compile=true"]))).compile == "default"
+    assert check(dict(compose(*["compile=false"]))).compile is None
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Refusal, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
-        check(parsed("compile=true accelerator=cpu"))
+        check(dict(compose(*["compile=true", "accelerator=cpu"])))
     monkeypatch.setenv("CXX", f"{sys.executable} -I")
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
     with pytest.raises(Refusal, match=r"compile=true needs Python's headers"):
-        check(parsed("compile=true accelerator=cpu"))
-
-
-def parsed(overrides: str) -> dict[str, Any]:
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    from lockstep.run.checks import ROOT
-
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return composed(*overrides.split())
+        check(dict(compose(*["compile=true", "accelerator=cpu"])))
 
 
 # --- CUDA graphs, played on the CPU -----------------------------------------------------------------------------------

@@ -171,13 +171,6 @@ def test_a_zero_addend_does_not_coarsen_the_first_grid() -> None:
     assert same(steps_of([[[zeros(), *small]]], zeros())[0][0], expected)
 
 
-def test_a_process_without_addends_gets_the_sum() -> None:
-    step = addends(3, 1)
-    idle = steps_of([[step, []], [[], step]], zeros())
-    expected = steps_of([[step], [step]], zeros())[0]
-    assert all(same(found, wanted) for rank in idle for found, wanted in zip(rank, expected, strict=True))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_comes_back_on_every_process_and_spoils_only_its_tensor(bad: float) -> None:
     good, broken = addends(4, 1), addends(4, 1)

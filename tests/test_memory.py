@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Program, Run
+from conftest import ROOT, Program, apart
 
 from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.run.config import check
@@ -22,15 +22,6 @@ TASK = (
 )  # fmt: skip
 AUTO = "accumulate_grad_batches=auto"
 BUDGET = "memory_budget=120"
-
-
-def last(run: Run) -> torch.Tensor:
-    saved = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    return torch.cat([saved[name].flatten() for name in sorted(saved)])
-
-
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 def test_a_budget_finds_how_many_fit_and_the_weights_stay(tmp_path: Path) -> None:
@@ -45,11 +36,11 @@ def test_a_budget_finds_how_many_fit_and_the_weights_stay(tmp_path: Path) -> Non
     assert tried == [1 << bit for bit in range(len(tried))]
     assert f"accumulate_grad_batches={2 * tried[-1]} fits" in run.stderr
     assert layout["pieces"] == 4 * tried[-1]
-    assert distance(last(run), last(free)) < 1e-10
+    assert apart(run, free) < 1e-10
     # it goes on with the number that it has found, whatever fits now
     resumed = train(f"resume={run.folder}", "max_epochs=2", "memory_budget=null")
     assert resumed.summary["layout"]["pieces"] == layout["pieces"]
-    assert distance(last(resumed), last(free)) > 1e-3  # the control: weights that differ do
+    assert apart(resumed, free) > 1e-3  # the control: weights that differ do
 
 
 MODULE = """

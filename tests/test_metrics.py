@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.step.metrics import ExactMean, ExactSum
+from lockstep.step.metrics import Count, ExactMean
 
 
-def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, ExactSum]:
-    mean, total = ExactMean(), ExactSum()
+def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:
+    mean, total = ExactMean(), Count()
     for chunk in chunks:
         mean.update(chunk)
         total.update(chunk > 1)

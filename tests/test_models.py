@@ -55,14 +55,6 @@ def test_resnet18_takes_any_image(options: dict[str, Any], kernel: int, pools: b
     assert model.train()(torch.randn(1, *shape)).shape == (1, 3), "a tail of one sample must train too"
 
 
-def test_resnet18_norm_switch() -> None:
-    kinds = {norm: {type(m) for m in resnet18(norm=norm).modules()} for norm in ("batch", "group")}
-    assert nn.BatchNorm2d in kinds["batch"]
-    assert nn.GroupNorm not in kinds["batch"]
-    assert nn.GroupNorm in kinds["group"]
-    assert nn.BatchNorm2d not in kinds["group"]
-
-
 def test_dropout_is_off_unless_asked_for() -> None:
     x = torch.randn(4, 1, 12, 12)
     state = torch.get_rng_state()

@@ -19,7 +19,7 @@ from lockstep.run.config import check
 from lockstep.run.evaluation import evaluate
 from lockstep.run.library import compose
 from lockstep.run.opening import hold_out, open_data
-from project.data.digits import enlarge, synthetic
+from project.data.digits import synthetic
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -32,14 +32,6 @@ def test_digits_split_is_stratified_and_fixed() -> None:
     # a changed split or enlargement would make every published number incomparable
     assert found.fingerprint == open_data(config("digits"), "elsewhere", seed=9).fingerprint
     assert fingerprint(found.test).startswith("6cf35046c249215d")
-
-
-def test_enlarge_keeps_constants_and_range() -> None:
-    assert (enlarge(np.full((1, 8, 8), 16), 28) == 255).all()
-    assert (enlarge(np.zeros((1, 8, 8), dtype=np.int64), 28) == 0).all()
-    ramp = enlarge(np.broadcast_to(np.arange(8) * 2, (1, 8, 8)), 28)[0]
-    assert (np.diff(ramp.astype(int), axis=1) >= 0).all()
-    assert (ramp == ramp[:1]).all()
 
 
 def test_synthetic_images_can_be_told_apart() -> None:

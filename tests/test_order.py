@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_data import arrays
 
 from lockstep.arithmetic.layout import Layout, resolve
-from lockstep.arithmetic.order import DataOrder, chunks, cuts, hash64, piece_seed, uniform
+from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.loading.augment import Augment
 from lockstep.loading.loaders import StepDataset
 
@@ -92,30 +92,3 @@ def test_the_order_is_the_same_in_every_release() -> None:
 
 GOLDEN = [8, 9, 4, 3, 0, 6, 5, 1, 2, 7]
 GOLDEN_HASH = 6224725266317119511
-
-
-def test_hashes_look_uniform() -> None:
-    draws = uniform(hash64(7, np.arange(100_000)))
-    counts, _ = np.histogram(draws, bins=20, range=(0, 1))
-    assert draws.min() >= 0
-    assert draws.max() < 1
-    assert np.abs(counts - 5000).max() < 5 * np.sqrt(5000)
-    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.02
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 100))
-def test_pieces_have_seeds_of_their_own(seed: int, step: int, piece: int) -> None:
-    own = piece_seed(seed, step, piece)
-    assert 0 <= own < 2**63
-    assert own != piece_seed(seed, step, piece + 1)
-    assert own != piece_seed(seed, step + 1, piece)
-
-
-@given(st.integers(0, 500), st.integers(1, 40))
-def test_cuts_and_chunks_cover_once(samples: int, parts: int) -> None:
-    at = cuts(samples, parts)
-    assert at[0] == 0
-    assert at[-1] == samples
-    assert at == sorted(at)
-    covered = [i for start, stop in chunks(samples, parts) for i in range(start, stop)]
-    assert covered == list(range(samples))

@@ -144,7 +144,7 @@ class DataModule(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, StepBatch):
-            return batch if device.type == "cpu" else batch.to(device, non_blocking=True)
+            return batch if device.type == "cpu" else batch.to(device)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
@@ -99,9 +97,9 @@ class StepDataset:
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
         for micro_batch, batch in zip(micro_batches, zip(*parts, strict=True), strict=True):
             micro_batch.batch = batch
-        draws = _draws(self.augment, order.seed, epoch, order.samples)
+        draws = self.augment.draws(order.seed, epoch, ids)
         if draws is not None:
-            for micro_batch, own in zip(micro_batches, draws[ids].split(sizes), strict=True):
+            for micro_batch, own in zip(micro_batches, draws.split(sizes), strict=True):
                 micro_batch.draws = own
         return found
 
@@ -126,12 +124,6 @@ class StepDataset:
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.world_size)
         )
         return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
-
-
-@lru_cache(maxsize=2)
-def _draws(augment: Augment, seed: int, epoch: int, samples: int) -> Tensor | None:
-    """All samples of an epoch at once: step by step, the draws would take 1% of a small network's time."""
-    return augment.draws(seed, epoch, np.arange(samples))
 
 
 class ChunkSampler(Sampler[range]):

@@ -29,10 +29,10 @@ from lockstep.run.summary import describe
 from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import overrides
 from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
 from lockstep.step.networks import EagerEvaluation, compile_networks
+from lockstep.step.passes import overrides
 from lockstep.step.strategies import make_strategy
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
@@ -155,7 +155,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
     )
     return StepTrainer(
         gradients,
-        FiniteGradientCheck(config.nonfinite, layout.world_size),
+        FiniteGradientCheck(config.nonfinite, layout.world_size, later=layout.accelerator == "gpu"),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,

@@ -41,8 +41,8 @@ from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
 from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.finite import NonFinite
-from lockstep.step.hooks import overrides
 from lockstep.step.memory import limit_memory
+from lockstep.step.passes import overrides
 
 LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

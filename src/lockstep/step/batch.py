@@ -59,14 +59,13 @@ class StepBatch:
         """Samples that this process computes."""
         return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
-        """One whose tensors lie on `device`; by way of page-locked memory where nobody waits."""
-        locks = non_blocking and torch.device(device).type == "cuda"
+    def to(self, device: torch.device) -> StepBatch:
+        """One whose tensors lie on `device`; on a GPU by way of page-locked memory, so that nobody waits."""
 
         def move(tensor: Tensor) -> Tensor:
-            if locks and not tensor.is_cuda and not tensor.is_pinned():
+            if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
                 tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=non_blocking)
+            return tensor.to(device, non_blocking=True)
 
         return self._moved(move)
 

@@ -31,13 +31,13 @@ class FiniteGradientCheck:
     Args:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
         world_size: worker processes over all nodes.
-        later: whether to know a step later; None: under `stop`, on a GPU.
+        later: whether, under `stop`, to know a step later: on a GPU.
     """
 
-    def __init__(self, policy: str, world_size: int, later: bool | None = None) -> None:
+    def __init__(self, policy: str, world_size: int, later: bool = False) -> None:
         self.policy = policy
         self.world_size = world_size
-        self.later = later
+        self.later = later and policy == "stop"
         self._asked: tuple[Tensor, Any, Step] | None = None
 
     def look(
@@ -60,7 +60,7 @@ class FiniteGradientCheck:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return False
-        if self.later or (self.later is None and self.policy == "stop" and gradients[0].is_cuda):
+        if self.later:
             self.settle()
             finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
             self._asked = *_on_its_way(finite), (step_batch, losses, scaler)

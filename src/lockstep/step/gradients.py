@@ -6,6 +6,7 @@ size: each micro-batch's mean loss is weighted by its samples over the step's sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,15 +30,6 @@ class GradientSum:
         self.strategy = strategy
         self.world_size = world_size
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold."""
-        return {}
-
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint held."""
 
     def begin(self, step_batch: Any) -> None:
         """Before the first micro-batch. DDP waits for every process, so each must have a sample; and where what is
@@ -99,14 +91,13 @@ class ExactGradientSum(GradientSum):
         self._restored: list[int | None] = []
 
     @property
-    def state(self) -> dict[str, Any]:
-        """The grids, which follow from the steps before."""
-        exponents = self._restored if self.sum is None else self.sum.exponents
-        return {"exponents": exponents} if exponents else {}
+    def exponents(self) -> list[int | None]:
+        """The grids, which follow from the steps before: a checkpoint must hold them."""
+        return self._restored if self.sum is None else self.sum.exponents
 
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        self._restored = list(state["exponents"])
+    @exponents.setter
+    def exponents(self, exponents: Sequence[int | None]) -> None:
+        self._restored = list(exponents)
 
     def begin(self, step_batch: Any) -> None:
         if not self.everything:

@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -33,8 +32,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.hooks import overrides
-from lockstep.step.passes import Outputs, StepPasses
+from lockstep.step.passes import Outputs, StepPasses, overrides
 
 # Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
@@ -100,7 +98,6 @@ class StepLoop(_TrainingEpochLoop):
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
         self._heard: set[str] = set()  # those of HOOKS that somebody implements
-        self._zeroes_early = False  # before the forward pass, so that gradients don't lie beside activations
         self._takes_number = True  # whether `training_step` takes the batch's number
         self._followed: dict[str, int] = {}  # by interval, the step after which what follows a metric was moved last
 
@@ -125,8 +122,6 @@ class StepLoop(_TrainingEpochLoop):
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
         self._heard = {name for name in HOOKS if any(overrides(owner, name, base) for owner, base in owners)}
-        own_zero_grad = overrides(module, "optimizer_zero_grad", pl.LightningModule)
-        self._zeroes_early = "on_before_zero_grad" not in self._heard and not own_zero_grad  # where nobody sees it
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
         if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
@@ -203,13 +198,9 @@ class StepLoop(_TrainingEpochLoop):
 
         @torch.enable_grad()
         def closure() -> Tensor:
-            if self._zeroes_early:
-                zero_grad()
-            later = _nothing if self._zeroes_early else zero_grad
-            outputs.update(self.passes(trainer, step_batch, forward, backward, later))
+            zero_grad()  # before the forward pass: gradients would lie beside its activations
+            outputs.update(self.passes(trainer, step_batch, forward, backward))
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
-            if self.passes.gradients.world_size > 1:
-                self._refuse_shared_logs(step_batch)
             return outputs["loss"]
 
         counted.step.increment_ready()
@@ -226,25 +217,6 @@ class StepLoop(_TrainingEpochLoop):
             return None
         call._call_callback_hooks(self.trainer, name, *args)
         return call._call_lightning_module_hook(self.trainer, name, *args)
-
-    def _refuse_shared_logs(self, step_batch: StepBatch) -> None:
-        """Ranks may have unequal numbers of micro-batches, or none: what they log there can't be a collective."""
-        mean = "return it beside the loss, {'loss': ..., 'acc': ...}, and its mean over all samples is measured"
-        logged = [result for result in self._results.values() if result.meta.fx == "training_step"]
-        for result in logged:
-            if result.is_tensor and result.meta.sync.should:
-                name = result.meta.name
-                raise Refusal(f"training_step: self.log('{name}', sync_dist=True) would wait for other ranks; {mean}")
-        if not step_batch.all_ranks_have_data:  # one that goes on here has not logged yet, and would not join
-            metrics = [result for result in logged if not result.is_tensor and not result.has_reset]
-            mine = {result.meta.name for result in metrics if result.meta.on_epoch}
-            told: list[Any] = [None] * self.passes.gradients.world_size
-            dist.all_gather_object(told, mine)
-            if missing := set.union(*told) - set.intersection(*told):
-                raise Refusal(
-                    f"training_step logs {', '.join(sorted(missing))}, but the run goes on with a step in which a rank "
-                    f"has no sample: go on with fewer devices, or {mean}"
-                )
 
     @property
     def global_step(self) -> int:
@@ -295,7 +267,3 @@ def validates(trainer: pl.Trainer) -> bool:
         return False
     inside = trainer.check_val_every_n_epoch is None
     return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)
-
-
-def _nothing() -> None:
-    """The gradients are gone already."""

@@ -39,7 +39,7 @@ class ExactMean(Metric):
         return torch.tensor(mean, dtype=torch.float64, device=self.sums.device)
 
 
-class ExactSum(Metric):
+class Count(Metric):
     """Sum of whole numbers, int64."""
 
     full_state_update = False

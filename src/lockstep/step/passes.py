@@ -17,7 +17,6 @@ from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.hooks import overrides
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
@@ -51,12 +50,12 @@ class StepPasses:
         if not isinstance(self.gradients, ExactGradientSum):
             return {}
         exact = self._statistics.exact if self._statistics is not None else None
-        return {"gradients": self.gradients.state, "statistics": exact.exponents if exact is not None else []}
+        return {"gradients": self.gradients.exponents, "statistics": exact.exponents if exact is not None else []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what a checkpoint held; nothing, where the run before was not exact."""
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
-            self.gradients.state = state["gradients"]
+            self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
 
     def __call__(
@@ -65,14 +64,12 @@ class StepPasses:
         step_batch: StepBatch,
         forward: Callable[[Any], Any],
         backward: Callable[[Tensor], Any],
-        zero_grad: Callable[[], None],
     ) -> Outputs:
-        """Leaves the gradient of the mean loss over the whole step's samples in the parameters.
+        """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
 
         Args:
             forward: from a micro-batch's batch to what `training_step` returns.
             backward: takes a loss, weighted by what its micro-batch counts for.
-            zero_grad: called after the first forward pass.
 
         Returns:
             `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
@@ -83,8 +80,6 @@ class StepPasses:
         statistics = self._statistics_of(module)
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
-        if not step_batch.micro_batches:
-            zero_grad()
         found: list[Outputs] = []
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
@@ -96,8 +91,6 @@ class StepPasses:
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    if number == 0:
-                        zero_grad()
                     weight = self.gradients.weight(micro_batch, step_batch)
                     backward(loss if weight == 1 else loss * weight)
                 self.gradients.collect()
@@ -141,6 +134,11 @@ class StepPasses:
         seeds = [batch_seed(self.seed, step, piece) for piece in micro_batch.pieces]
         change = partial(module.on_after_batch_transfer, dataloader_idx=0)
         return trainer.strategy.by_piece(change, batch, micro_batch, seeds)
+
+
+def overrides(owner: Any, name: str, base: type) -> bool:
+    """Whether `owner`, or its class, has a method `name` other than that of `base`."""
+    return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
 def _numbers(output: Any) -> tuple[Tensor, Outputs]:

@@ -65,9 +65,6 @@ class FolderDataset:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return decode(self.path(index), self.image_size, self.mode), int(self.labels[index])
 
-    def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, int]]:
-        return [self[index] for index in ids]
-
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
 
@@ -115,9 +112,6 @@ class ImageFiles:
         except Refusal:
             side = self.image_size
             return torch.zeros(3 if self.mode == "RGB" else 1, side, side, dtype=torch.uint8), -1
-
-    def __getitems__(self, ids: Sequence[int]) -> list[tuple[Tensor, int]]:
-        return [self[index] for index in ids]
 
 
 def decode(path: Path, image_size: int, mode: str) -> Tensor:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lockstep.step.metrics import ExactMean, ExactSum
+from lockstep.step.metrics import Count, ExactMean
 
 Batch = tuple[Tensor, Tensor]  # images float [n, channels, size, size], labels int64 [n]
 
@@ -52,7 +52,7 @@ class ImageClassifier(LightningModule):
         self.decay_norms_and_biases = decay_norms_and_biases
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)
         # Over all samples of an evaluation, exactly, on any layout.
-        scores = {"loss": ExactMean(), "acc": ExactMean(), "correct": ExactSum(), "count": ExactSum()}
+        scores = {"loss": ExactMean(), "acc": ExactMean(), "correct": Count(), "count": Count()}
         self.scores = nn.ModuleDict(scores)
         if num_classes > 10:
             self.scores["acc_top5"] = ExactMean()

@@ -58,9 +58,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         finally:
             self._micro_batch = None
         if not self._scattered:
-            raise RuntimeError(
-                "strategy=dp scatters forward(): training_step must call self(x), not a layer of its own"
-            )
+            raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.lightning_module

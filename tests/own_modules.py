@@ -1,0 +1,395 @@
+"""Modules as a user writes them. Tests copy this file into a project as `mine`, and name one of them by `_target_`."""
+
+import collections
+import os
+import signal
+import time
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.ops import FrozenBatchNorm2d
+
+from lockstep.arithmetic.layout import Refusal
+from project.models import ImageClassifier, MnistCNN
+
+SIZE, CLASSES = 12, 3
+
+
+class LitDigits(pl.LightningModule):
+    """As in Lightning's tutorial."""
+
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, hidden), nn.ReLU(), nn.Linear(hidden, CLASSES))
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.extend()
+
+    def extend(self):
+        """What others below have beside the network."""
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.accuracy(self(x), y)
+        self.log("val/acc", self.accuracy)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.accuracy(logits, y)
+        self.log("test/acc", self.accuracy)
+        self.log("test/loss", F.cross_entropy(logits, y), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+
+
+class Cut(LitDigits):
+    """Ends itself after six steps, by the signal that CUT names."""
+
+    def training_step(self, batch, batch_idx):
+        if os.environ.get("CUT") and self.trainer.global_step == 6:
+            self.trainer.strategy.checkpoint_io.wait()  # the checkpoint of step 5 is on the disk,
+            for logger in self.trainer.loggers:
+                logger.save()  # and what was logged since then
+            os.kill(os.getpid(), signal.Signals[os.environ["CUT"]])
+        return super().training_step(batch, batch_idx)
+
+
+# --- what is trained, and by which schedule ---------------------------------------------------------------------------
+
+
+class Unfrozen(LitDigits):
+    def extend(self):
+        self.net[1].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[1].requires_grad_(True)
+
+
+class Freezes(Cut):
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[1].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Head(LitDigits):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[3].parameters(), lr=self.hparams.lr)
+
+
+class Rarely(LitDigits):
+    """A part of it has no gradient where a piece has one sample."""
+
+    def extend(self):
+        self.head = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.net(x)) if len(x) > 1 else self.net(x)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, weight_decay=0.5)
+
+
+class Curriculum(Cut):
+    def on_train_epoch_start(self):
+        self.scale = 1 + self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class Planned(Cut):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Plateau(Cut):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", threshold=10.0, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/acc"}}
+
+
+class StepPlateau(Cut):
+    def __init__(self, monitor, every, lr: float = 0.1):
+        super().__init__(lr=lr)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.999)
+        follows = {"monitor": self.hparams.monitor, "interval": "step", "frequency": self.hparams.every}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **follows}}
+
+
+class Groups(LitDigits):
+    def __init__(self, hidden: int = 16, lr: float = 0.1, whole: bool = False):
+        super().__init__(hidden, lr)
+
+    def configure_optimizers(self):
+        parts = [self.parameters()] if self.hparams.whole else [self.net[1].parameters(), self.net[3].parameters()]
+        return torch.optim.SGD([{"params": list(part)} for part in parts], lr=self.hparams.lr)
+
+
+class Stopping(pl.callbacks.EarlyStopping):
+    def __init__(self):
+        super().__init__("train_loss", min_delta=10.0, patience=1)
+
+
+# --- what a step does -------------------------------------------------------------------------------------------------
+
+
+class Buffers(LitDigits):
+    def extend(self):
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("sizes", torch.zeros(0, dtype=torch.int64))
+        self.register_buffer("constant", torch.ones(()))
+        self.norm = nn.BatchNorm1d(CLASSES, momentum=None)
+
+    def forward(self, x):
+        if self.training:
+            self.seen += len(x)
+            self.sizes = torch.cat([self.sizes, torch.tensor([len(x)])])
+        return self.norm(self.net(x)) * self.constant
+
+
+class Penalty(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+class Mixes(LitDigits):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        x, y = batch
+        weight, y = torch.rand(()), F.one_hot(y, CLASSES).to(x.dtype)
+        order = torch.randperm(len(x))
+        return x.lerp(x[order], weight.to(x.dtype)), y.lerp(y[order], weight.to(x.dtype))
+
+
+class Blinds(LitDigits):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return (x if self.trainer.training else torch.zeros_like(x)), y
+
+
+class Counts(LitDigits):
+    def extend(self):
+        self.seen = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.seen.update(logits, y)
+        return F.cross_entropy(logits, y)
+
+    def on_train_epoch_end(self):
+        counted = float(self.seen.tp + self.seen.fn)
+        self.log("train/seen", counted, sync_dist=True, reduce_fx="sum")
+        self.seen.reset()
+
+
+class FrozenNorm(LitDigits):
+    def extend(self):
+        self.norm = FrozenBatchNorm2d(1)
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+Output = collections.namedtuple("Output", "logits more")
+
+
+class Named(LitDigits):
+    def forward(self, x):
+        return Output(self.net(x), x.mean(dim=(1, 2, 3)))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]).logits, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/acc", (self(batch[0]).logits.argmax(1) == batch[1]).double().mean())
+
+    test_step = validation_step
+
+
+class Lazy(LitDigits):
+    def extend(self):
+        del self.net
+
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            layers = nn.Linear(SIZE * SIZE, self.hparams.hidden), nn.ReLU(), nn.Linear(16, CLASSES)
+            self.net = nn.Sequential(nn.Flatten(), *layers)
+
+
+class NoTest(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(SIZE * SIZE, CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Sleeps(LitDigits):
+    def training_step(self, batch, batch_idx):
+        time.sleep(60 * (batch_idx > 0))
+        return super().training_step(batch, batch_idx)
+
+
+class SlowTest(LitDigits):
+    def test_step(self, batch, batch_idx):
+        time.sleep(float(os.environ.get("SLOW", "0")))
+        super().test_step(batch, batch_idx)
+
+
+class OneFails(LitDigits):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.trainer.global_step == 5:
+            raise {"ValueError": ValueError, "Refusal": Refusal}[os.environ["ERROR"]]("the file that is broken")
+        return super().training_step(batch, batch_idx)
+
+
+# --- of the project's classifier --------------------------------------------------------------------------------------
+
+
+class MixedClassifier(MnistCNN):
+    def losses(self, logits, y):
+        return F.cross_entropy(logits, y, weight=torch.ones(CLASSES), reduction="none")
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.trainer.training:
+            return batch
+        x, y = batch
+        return x, F.one_hot(y, CLASSES).to(x.dtype)
+
+
+class OwnOptimizer(MnistCNN):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Helped(OwnOptimizer):
+    def configure_optimizers(self):
+        return self.made()
+
+    def made(self):
+        return self.optimizer(params=self.parameters())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Keeps(ImageClassifier):
+    def __init__(self, net=None, **options):
+        net = net or nn.Flatten()
+        super().__init__(net, **options)
+        self.save_hyperparameters(ignore=["optimizer", "scheduler"])
+
+
+class Untrained(LitDigits):
+    def configure_optimizers(self):
+        return None
+
+
+class Twice(LitDigits):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=lr) for lr in (0.1, 0.2)]
+
+
+class Spare(LitDigits):
+    def extend(self):
+        self.spare = nn.Linear(CLASSES, CLASSES)
+
+
+class Sometimes(LitDigits):
+    def extend(self):
+        self.head = nn.Linear(CLASSES, CLASSES)
+        self.micro_batches = 0
+
+    def forward(self, x):
+        self.micro_batches += self.training
+        return self.head(self.net(x)) if self.micro_batches % 2 else self.net(x)
+
+
+class Gathers(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.all_gather(logits.detach())
+        return F.cross_entropy(logits, y)
+
+
+class Shares(LitDigits):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("shared", loss, sync_dist=True)
+        return loss
+
+
+class Past(LitDigits):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class WholeLoss(LitDigits):
+    def forward(self, x):
+        return self.net(x).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0])
+
+
+class Views(LitDigits):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.cross_entropy(self(x), y) + F.cross_entropy(self(x + 0.1), y)
+
+
+class Moves(LitDigits):
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+class AfterBackward(LitDigits):
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class OwnData(LitDigits):
+    def train_dataloader(self):
+        return []
+
+
+class Swa(pl.callbacks.StochasticWeightAveraging):
+    def __init__(self):
+        super().__init__(swa_lrs=0.05)
+
+
+class OwnSwa(LitDigits):
+    def configure_callbacks(self):
+        return Swa()
