@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from time_to_accuracy import FILES, measure
+from time_to_accuracy import FILES, OPPONENT, RECIPES
 
-from lockstep.arithmetic.layout import Refusal
+NAMES = [*RECIPES, OPPONENT]
 
 
 def race(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,31 +40,22 @@ def test_missing_data_is_refused_in_one_line(tmp_path: Path) -> None:
     done = race("--data-dir", str(tmp_path))
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert "no train-images-idx3-ubyte in" in done.stderr
-    with pytest.raises(Refusal, match="no train-images"):
-        measure(str(tmp_path))
 
 
 @pytest.mark.slow
-def test_recipes_and_opponent_race(bars: Path, tmp_path: Path) -> None:
-    found = tmp_path / "times.json"
-    done = race("--data-dir", str(bars), "--seeds", "2", "--json", str(found), "threads=1", "max_steps=2")
+def test_recipes_and_opponent_race(bars: Path) -> None:
+    done = race("--data-dir", str(bars), "--seeds", "2", "threads=1", "max_steps=2")
     assert done.returncode == 0, done.stderr
-    racers = json.loads(found.read_text())["racers"]
-    assert list(racers) == ["mnist_fast", "mnist_best", "pytorch/examples"]
-    opponent = racers["pytorch/examples"]
-    assert opponent["accuracy"][0] >= opponent["target"]
-    for name in ("mnist_fast", "mnist_best"):
-        racer = racers[name]
-        assert len(racer["accuracy"]) == 2
-        for to_result, to_end in zip(racer["to_result"], racer["to_end"], strict=True):
-            assert 0 < to_result <= to_end
-        times_as_fast = 2 * opponent["to_result"][0] / sum(racer["to_result"])
-        (row,) = (line.split() for line in done.stdout.splitlines() if name in line)
-        assert float(row[-1]) == pytest.approx(times_as_fast, abs=0.06)
+    rows = {name: next(line.split() for line in done.stdout.splitlines() if name in line) for name in NAMES}
+    assert float(rows[OPPONENT][-3].rstrip("%")) >= 99
+    for name in RECIPES:
+        assert len([cell for cell in rows[name] if cell.endswith("%")]) == 4, "the target, two seeds, their mean"
+        times_as_fast = float(rows[OPPONENT][-2]) / float(rows[name][-2])
+        assert float(rows[name][-1]) == pytest.approx(times_as_fast, rel=0.1)
 
 
 def test_a_command_that_fails_is_named(bars: Path) -> None:
-    done = race("--data-dir", str(bars), "--seeds", "1", "--no-opponent", "lr=-1")
+    done = race("--data-dir", str(bars), "--seeds", "1", "lr=-1")
     assert done.returncode == 1
     assert done.stderr.startswith("error: src/train.py experiment=mnist_fast: exit code 2: error: lr=-1")
     assert len(done.stderr.splitlines()) == 1

@@ -1,11 +1,11 @@
 """Seconds from a command to its test accuracy on MNIST: our recipes against the program of pytorch/examples.
 
-    python scripts/bench/time_to_accuracy.py --data-dir <folder with MNIST/> --json times.json
+    python scripts/bench/time_to_accuracy.py --data-dir <folder with MNIST/>
 
 Runs `experiment=mnist_fast` and `experiment=mnist_best` for every seed, and in their midst, once,
 opponents/examples_mnist.py until it has 99.0%: real commands, one at a time, with all cores. Seconds are those until
-the test result stands in summary.json or on the opponent's console; beside it, until the process has ended. The
-opponent takes a few minutes on two cores. Exit codes: 0 measured, 1 a command failed, 2 bad input.
+the test result stands in summary.json or on the opponent's console. The opponent takes a few minutes on two cores.
+Exit codes: 0 measured, 1 a command failed, 2 bad input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -29,7 +29,7 @@ from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import ROOT
-from lockstep.run.summary import summary_of, versions, write_summary
+from lockstep.run.summary import summary_of
 
 RECIPES = {"mnist_fast": 0.99, "mnist_best": 0.995}  # and the test accuracy that each is for
 OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
@@ -47,70 +47,62 @@ class Racer:
     Attributes:
         target: test accuracy that it is for.
         accuracy: on the 10,000 test images.
-        to_result: s from the command to the test result.
-        to_end: s from the command to the end of its process.
+        seconds: from the command to the test result.
     """
 
     target: float
     accuracy: list[float] = field(default_factory=list)
-    to_result: list[float] = field(default_factory=list)
-    to_end: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
     def times_as_fast(self, opponent: Racer) -> float:
-        return mean(opponent.to_result) / mean(self.to_result)
+        return mean(opponent.seconds) / mean(self.seconds)
 
 
-def measure(
-    data_dir: str, seeds: Sequence[int] = range(5), opponent: bool = True, overrides: Sequence[str] = ()
-) -> dict[str, Racer]:
+def measure(data_dir: str, seeds: Sequence[int] = range(5), overrides: Sequence[str] = ()) -> dict[str, Racer]:
     """Runs everything; the opponent comes last.
 
     Args:
         data_dir: holds MNIST/raw, unpacked.
         seeds: of our recipes' runs.
-        opponent: false: leave out the minutes that it takes.
         overrides: for our runs, Hydra's.
 
     Raises:
         Refusal: the data is not there.
         CommandFailed: naming the command, and what it said.
     """
-    raw = Path(data_dir).absolute() / "MNIST" / "raw"
-    if missing := [name for name in FILES if not (raw / name).is_file()]:
-        raise Refusal(f"no {missing[0]} in {raw}: python src/train.py data=mnist data_dir=... downloads and unpacks it")
-    racers = {name: Racer(target) for name, target in RECIPES.items()}
-    turns = [(name, seed) for seed in seeds for name in RECIPES]
-    if opponent:
-        turns.insert(len(turns) // 2, (OPPONENT, 0))
-        racers[OPPONENT] = Racer(OPPONENT_TARGET)
-    for name, seed in turns:
-        home = raw.parents[1]
-        result = _opponent(home) if name == OPPONENT else _recipe(name, seed, home, overrides)
-        racer = racers[name]
-        for values, value in zip((racer.accuracy, racer.to_result, racer.to_end), result, strict=True):
-            values.append(value)
+    home = Path(data_dir).absolute()
+    if missing := [name for name in FILES if not (home / "MNIST" / "raw" / name).is_file()]:
+        where = home / "MNIST" / "raw"
+        raise Refusal(
+            f"no {missing[0]} in {where}: python src/train.py data=mnist data_dir=... downloads and unpacks it"
+        )
+    racers = {name: Racer(target) for name, target in (*RECIPES.items(), (OPPONENT, OPPONENT_TARGET))}
+    order = [(name, seed) for seed in seeds for name in RECIPES]
+    order.insert(len(order) // 2, (OPPONENT, 0))
+    for name, seed in order:
+        accuracy, seconds = _opponent(home) if name == OPPONENT else _recipe(name, seed, home, overrides)
+        racers[name].accuracy.append(accuracy)
+        racers[name].seconds.append(seconds)
     return racers
 
 
-def _recipe(name: str, seed: int, data_dir: Path, overrides: Sequence[str]) -> tuple[float, float, float]:
-    """Test accuracy, seconds to it, seconds to the end of one run of ours."""
+def _recipe(name: str, seed: int, data_dir: Path, overrides: Sequence[str]) -> tuple[float, float]:
+    """Test accuracy of one run of ours, and seconds to it."""
     with tempfile.TemporaryDirectory() as outputs:
         own = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
         began = time.time()
         _command("src/train.py", *own, *overrides)
-        ended = time.time()
         (folder,) = Path(outputs, "run").iterdir()
-        result = (folder / "summary.json").stat().st_mtime
-        return float(summary_of(folder)["metrics"]["test/acc"]), result - began, ended - began
+        ended = (folder / "summary.json").stat().st_mtime
+        return float(summary_of(folder)["metrics"]["test/acc"]), ended - began
 
 
-def _opponent(data_dir: Path) -> tuple[float, float, float]:
+def _opponent(data_dir: Path) -> tuple[float, float]:
     """The same of the opponent; its own clock starts with its first line."""
-    program, began = "scripts/bench/opponents/examples_mnist.py", time.time()
+    program = "scripts/bench/opponents/examples_mnist.py"
     said = _command(program, f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
-    ended = time.time()
     accuracy, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
-    return float(accuracy), float(seconds), ended - began
+    return float(accuracy), float(seconds)
 
 
 def _command(program: str, *arguments: str) -> str:
@@ -124,12 +116,11 @@ def _command(program: str, *arguments: str) -> str:
 
 def table(racers: dict[str, Racer]) -> Table:
     """A row for each recipe."""
-    names = ("recipe", "target", "test accuracy of each seed", "mean", "s to test result", "s to end", "times as fast")
+    names = ("recipe", "target", "test accuracy of each seed", "mean", "s to it", "times as fast")
     shown = Table(*names, box=box.SIMPLE_HEAD)
     for name, racer in racers.items():
         each = ", ".join(f"{accuracy:.2%}" for accuracy in racer.accuracy)
-        times = [f"{mean(racer.to_result):.1f}", f"{mean(racer.to_end):.1f}"]
-        times.append(f"{racer.times_as_fast(racers[OPPONENT]):.1f}" if OPPONENT in racers else "-")
+        times = f"{mean(racer.seconds):.1f}", f"{racer.times_as_fast(racers[OPPONENT]):.1f}"
         shown.add_row(name, f"{racer.target:.1%}", each, f"{mean(racer.accuracy):.2%}", *times)
     return shown
 
@@ -138,8 +129,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True, help="folder that holds MNIST/raw")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each recipe (default: %(default)s)")
-    parser.add_argument("--no-opponent", dest="opponent", action="store_false", help="only our recipes")
-    parser.add_argument("--json", type=Path, metavar="path", help="file for the numbers")
     parser.add_argument("overrides", nargs="*", help="for our runs, e.g. threads=1")
     options = parser.parse_args()
     console = Console(highlight=False)
@@ -148,14 +137,11 @@ def main() -> int:
     try:
         if options.seeds < 1:
             raise Refusal(f"--seeds={options.seeds}: at least 1")
-        racers = measure(options.data_dir, range(options.seeds), options.opponent, options.overrides)
+        racers = measure(options.data_dir, range(options.seeds), options.overrides)
     except (Refusal, CommandFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refusal) else 1
     console.print(table(racers))
-    if options.json:
-        found = {name: asdict(racer) for name, racer in racers.items()}
-        write_summary(options.json, {"racers": found, "versions": versions()})
     return 0
 
 

@@ -65,21 +65,14 @@ def main() -> int:
     parser.add_argument("--data-dir", required=True, help="folder that holds MNIST/raw")
     parser.add_argument("--epochs", type=int, default=14, help="at most (default: %(default)s)")
     parser.add_argument("--target", type=float, default=1.0, help="test accuracy that ends it (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=0, help="loader processes (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    parser.add_argument("--seed", type=int, default=1, help="(default: %(default)s)")
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+    torch.manual_seed(1)
     pixels = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     loaders = {
         split: DataLoader(
             datasets.MNIST(options.data_dir, train=split == "train", transform=pixels),
             batch_size=64 if split == "train" else 1000,
             shuffle=split == "train",
-            num_workers=options.workers,
-            persistent_workers=options.workers > 0,
         )
         for split in ("train", "test")
     }

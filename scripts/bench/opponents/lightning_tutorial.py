@@ -13,8 +13,8 @@ import lightning as L
 import torch
 import torchmetrics
 from bare_loop import mnist_cnn
-from mnist import arguments, training_set
 from torch import nn
+from torch_examples import arguments, training_set
 from turn_callback import Turn
 
 

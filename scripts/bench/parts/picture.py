@@ -19,10 +19,6 @@ HEADINGS = {
     "gpu": "on a GPU",
 }
 TIMES = {"s", "images/s"}  # units whose ratio is one of times
-COLUMNS = {"ours": 0.11, "other": 0.31, "share": 0.46, "times\nas fast": 0.61, "goal": 0.67}  # where, in their panel
-INK, FAINT = "#222222", "#E4E4E4"
-ROW = 0.22  # inches
-SPACE = 1.3  # rows, of a heading
 Row = dict[str, Any]
 
 
@@ -34,17 +30,35 @@ def draw(folder: Path, path: Path) -> bool:
     groups = {part: rows for part, report in found.items() if (rows := [row for row in report["rows"] if _shown(row)])}
     if pyplot is None or not groups:
         return False
-    lines = sum(map(len, groups.values())) + SPACE * len(groups)
-    with pyplot.rc_context({"figure.dpi": 120, "font.size": 8.5, "text.color": INK, "ytick.color": INK}):
-        figure, (bars, numbers) = pyplot.subplots(1, 2, figsize=(11.5, ROW * lines + 1.6), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12)
-        numbers.axis("off")
-        _shares(bars, numbers, groups)
-        handles, labels = bars.get_legend_handles_labels()
+    lines: list[tuple[str, Row | None]] = []
+    for part, rows in groups.items():
+        lines.append((HEADINGS[part], None))
+        lines += [(re.sub("times as fast as|part of", "against", row["what"]), row) for row in rows]
+    with pyplot.rc_context({"figure.dpi": 120, "font.size": 8.5}):
+        figure, axes = pyplot.subplots(figsize=(11.5, 0.22 * len(lines) + 1.6), layout="constrained")
+        numbers = axes.twinx()
+        for at, (_, row) in enumerate(lines):
+            if row is not None:
+                _bar(axes, at, row)
+        axes.axvline(1, color="black", linewidth=0.9)
+        for side, texts in (
+            (axes, [name for name, _ in lines]),
+            (numbers, [_numbers(row) if row else "" for _, row in lines]),
+        ):
+            side.set_ylim(len(lines) - 0.4, -0.8)
+            side.set_yticks(range(len(lines)), texts)
+            side.tick_params(length=0)
+            side.spines[:].set_visible(False)
+        for label, (_, row) in zip(axes.get_yticklabels(), lines, strict=True):
+            label.set_fontweight("normal" if row else "bold")
+        axes.set_xlim(left=0)
+        axes.grid(axis="x", color="#E4E4E4")
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        handles, labels = axes.get_legend_handles_labels()
         known = dict(zip(labels, handles, strict=True))
         title = f"Our time as a share of the other's: shorter is faster\n{_where(found)}"
-        legend = figure.legend(known.values(), known, ncols=5, loc="outside upper center", frameon=False, title=title)
-        legend.get_title().set(fontsize=11, multialignment="center")
+        figure.legend(known.values(), known, ncols=5, loc="outside upper center", frameon=False, title=title)
         figure.savefig(path)
         pyplot.close(figure)
     return True
@@ -66,59 +80,27 @@ def _where(reports: dict[str, Any]) -> str:
     return f"{'; '.join(sorted(machines))}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
 
 
-def _shares(bars: Any, numbers: Any, groups: dict[str, list[Row]]) -> None:
-    """A bar for each row, and beside it a line of numbers, which so lie over nothing."""
-    at, ticks = 0.0, []
-    for part, rows in groups.items():
-        at += SPACE
-        look = {"ha": "right", "va": "center_baseline", "weight": "bold"}
-        bars.text(-0.01, at, HEADINGS[part], transform=bars.get_yaxis_transform(), **look)
-        for row in rows:
-            at += 1
-            ticks.append((at, re.sub("times as fast as|part of", "against", row["what"])))
-            _share(bars, numbers, at, row)
-    bars.axvline(1, color=INK, linewidth=0.9)
-    bars.set_yticks(*zip(*ticks, strict=True))
-    for panel in (bars, numbers):
-        panel.set_ylim(at + 0.8, 0)
-    bars.margins(x=0.03)
-    bars.set_xlim(left=0)
-    bars.grid(axis="x", color=FAINT)
-    bars.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    bars.set_axisbelow(True)
-    bars.tick_params(length=0)
-    bars.spines[:].set_visible(False)
-    for name, x in COLUMNS.items():
-        numbers.text(x, 0.7, name, ha="left" if name == "goal" else "right", va="bottom", color=GREY)
-
-
-def _share(bars: Any, numbers: Any, at: float, row: Row) -> None:
-    turn = (lambda value: 1 / value) if row["at_least"] else (lambda value: value)
-    share, missed = turn(row["ratio"]), row["met"] is False
-    colour, label = (VERMILION, "goal missed") if missed else (BLUE, "goal met")
+def _bar(axes: Any, at: float, row: Row) -> None:
+    colour, label = (VERMILION, "goal missed") if row["met"] is False else (BLUE, "goal met")
     if row["goal"] is None:
         colour, label = GREY, "control: the other against itself"
-    bars.barh(at, share, color=colour, alpha=0.55, height=0.62, label=label)
-    told = {
-        "ours": _side(row["ours"], row["unit"]),
-        "other": _side(row["other"], row["unit"]),
-        "share": f"{share:.1%}" if share < 0.1 else f"{share:.0%}",
-        "times\nas fast": _short(1 / share),
-    }
+    axes.barh(at, _share(row, row["ratio"]), color=colour, alpha=0.55, height=0.62, label=label)
     if row["spread"]:
-        ends = [turn(end) for end in row["spread"]]
-        bars.plot(ends, [at, at], color=INK, linewidth=1.3, solid_capstyle="butt", label="quartiles over rounds")
+        ends = [_share(row, end) for end in row["spread"]]
+        axes.plot(ends, [at, at], color="black", linewidth=1.3, label="quartiles over rounds")
     if row["goal"] is not None:
-        bars.plot([turn(row["goal"])] * 2, [at - 0.36, at + 0.36], color=INK, linewidth=2.4, label="goal")
-        told["goal"] = f"at most {turn(row['goal']):.0%}{': missed' * missed}"
-    for name, text in told.items():
-        look = {"weight": "bold"} if name == "share" else {"color": VERMILION} if name == "goal" and missed else {}
-        numbers.text(COLUMNS[name], at, text, ha="left" if name == "goal" else "right", va="center_baseline", **look)
+        axes.plot([_share(row, row["goal"])] * 2, [at - 0.36, at + 0.36], color="black", linewidth=2.4, label="goal")
 
 
-def _side(value: float, unit: str) -> str:
-    return f"{_short(1000 * value)} ms" if unit == "s" and value < 1 else f"{_short(value)} {unit}"
+def _share(row: Row, ratio: float) -> float:
+    """Of the other's time; some ratios say how many times as fast ours is."""
+    return 1 / ratio if row["at_least"] else ratio
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+def _numbers(row: Row) -> str:
+    sides = " against ".join(
+        f"{1000 * side:.3g} ms" if row["unit"] == "s" and side < 1 else f"{side:,.3g} {row['unit']}"
+        for side in (row["ours"], row["other"])
+    )
+    goal = "" if row["goal"] is None else f", goal {_share(row, row['goal']):.0%}"
+    return f"{_share(row, row['ratio']):.0%}: {sides}{goal}{', missed' * (row['met'] is False)}"

@@ -119,8 +119,8 @@ def accuracy(data_dir: str) -> list[Row]:
         rows.append(
             Row(
                 f"{name}, {racer.target:.1%} of MNIST's test images: times as fast as pytorch/examples to 99.0%",
-                mean(racer.to_result),
-                mean(other.to_result),
+                mean(racer.seconds),
+                mean(other.seconds),
                 racer.times_as_fast(other),
                 goal,
                 at_least=True,
