@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Program, Run, free_port, summary_of, wait_for
 
+from lockstep.launch import environment as told
 from lockstep.run import slurm
 
 JOB = (
@@ -93,6 +94,7 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypa
     def found(job: str, restarts: int, *overrides: str) -> Path | None:
         monkeypatch.setenv("SLURM_JOB_ID", job)
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        told.environment.cache_clear()  # read once in a process, else
         return slurm.folder(tmp_path, overrides)
 
     first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -64,11 +63,14 @@ def networks(module: nn.Module) -> Iterator[nn.Module]:
 class EagerEvaluation(pl.Callback):
     """Runs compiled networks as they are while they are evaluated."""
 
-    def on_validation_start(self, *args: Any) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.compiler.set_stance("force_eager")
 
-    def on_validation_end(self, *args: Any) -> None:
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         torch.compiler.set_stance("default")
 
     on_test_start = on_validation_start
-    on_test_end = on_exception = on_validation_end
+    on_test_end = on_validation_end
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        torch.compiler.set_stance("default")
