@@ -32,8 +32,8 @@ from omegaconf import OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.processes import set_parent_death_signal
+from lockstep.run.arguments import quoted
 from lockstep.run.checks import ROOT
-from lockstep.run.resume import quoted
 from lockstep.run.summary import summary_of
 from lockstep.sweeps.jobs import Job
 from lockstep.sweeps.progress import Progress

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import forks
 import pytest
+from hydra import compose, initialize_config_dir
 from hypothesis import settings
+from omegaconf import OmegaConf
 
 from lockstep.launch.environment import environment
 
@@ -74,6 +76,26 @@ def summary_of(folder: Path) -> dict[str, Any]:
     """What a run says about itself."""
     content: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return content
+
+
+def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
+    """What a program is given."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        raw: Any = OmegaConf.to_container(compose(page, list(overrides)), resolve=True)
+    return {str(key): value for key, value in raw.items()}
+
+
+def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Runs code in an interpreter of its own, that finds the project."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 def apart(one: Run, other: Run) -> float:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, summary_of
+from conftest import python, summary_of
 
 from lockstep.callbacks import preemption
 from lockstep.launch.environment import environment_kept
@@ -47,27 +45,16 @@ print(len(multiprocessing.active_children()), "left")
 """
 
 
-def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
 def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
-    done = run(SAVE, *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
+    done = python(SAVE, *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.rglob("summary.json")
     assert summary_of(found.parent)["status"] == "completed"
 
 
 def test_loader_processes_are_ended_without_an_alarm() -> None:
-    done = run(LOADERS)
+    done = python(LOADERS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 left\n", "")
 
 

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import composed
 from PIL import Image
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
 from lockstep.run import cli
+from lockstep.run.arguments import keyed
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from project.data.files import read_idx
 from project.data.image_folder import FolderDataset, image_folder
 
-ROOT = Path(__file__).resolve().parent.parent
+SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
 
 
 def accepted(read: Callable[[], Any]) -> bool:
@@ -85,16 +85,6 @@ def test_checkpoints(tmp_path: Path, ours: bool) -> None:
         path.write_bytes(changed)
         found = accepted(lambda: checkpoint_io.load(path))
         assert not (ours and found and changed != content), "damaged, and loaded all the same"
-
-
-@pytest.mark.parametrize(
-    "value", [None, 1, [], {}, {"state_dict": {}}, PLAIN | {"state_dict": 3}, torch.zeros(2)], ids=repr
-)
-def test_files_of_torch_that_are_no_checkpoints(tmp_path: Path, value: Any) -> None:
-    path = tmp_path / "last.ckpt"
-    torch.save(value, path)
-    found = accepted(lambda: checkpoint_io.load(path))
-    assert not found or {"state_dict", "pytorch-lightning_version"} <= value.keys()
 
 
 # --- IDX files --------------------------------------------------------------------------------------------------------
@@ -184,13 +174,6 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def composed(*overrides: str) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides=[*overrides, "data=synthetic", "data.samples=60", "data.image_size=12"])
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    return plain
-
-
 def places(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """The paths of all keys of a config, groups and leaves."""
     if not isinstance(node, dict):
@@ -208,7 +191,7 @@ def opened(raw: dict[str, Any]) -> Config:
 
 
 def test_config_values() -> None:
-    rng, base = random.Random(7), composed()
+    rng, base = random.Random(7), composed(*SMALL)
     assert accepted(lambda: opened(base))
     results = 0
     for place in places(base):
@@ -225,42 +208,18 @@ def test_config_values() -> None:
     assert results > 50, "not everything is refused"
 
 
-def test_layouts() -> None:
-    """Sizes that fit are cut without remainder, whatever is asked for; others are refused."""
-    rng, base = random.Random(8), composed()
-    results = 0
-    for _ in range(1500):
-        asked: dict[str, Any] = {
-            "strategy": {"name": rng.choice(("auto", "ddp", "dp"))},
-            "devices": rng.choice((1, 2, 3, 4, 8)),
-            "batch_size": rng.choice((1, 2, 7, 8, 24, 32, 64, 2**40)),
-            "pieces": rng.choice((None, 1, 2, 3, 8, 64, 2**40)),
-            "accumulate_grad_batches": rng.choice((None, 1, 2, 3, 100)),
-            "exact": rng.choice((True, False)),
-        }
-        if accepted(partial(check, base | asked)):
-            layout = check(base | asked).layout
-            results += 1
-            owned = [layout.owned(device) for device in range(layout.num_devices)]
-            assert [part.start for part in owned] == [0, *(part.stop for part in owned[:-1])], asked
-            assert owned[-1].stop == layout.pieces, asked
-            # DataParallel's users expect a batch of any size
-            assert layout.batch_size % layout.pieces == 0 or asked["strategy"]["name"] == "dp", asked
-    assert results > 100
-
-
 def test_command_lines() -> None:
     """Whatever Hydra's parser makes of an override, the answer is a config or a refusal of one line."""
     rng = random.Random(9)
-    keys = [".".join(place) for place in places(composed())]
-    keys += ["nothing", "hydra.run.dir", "hydra", "", "a.b.c", "+new", "~lr", "model@x"]
+    keys = [".".join(place) for place in places(composed(*SMALL))]
+    keys += ["nothing", "hydra.run.dir", "hydra", "a.b.c", "+new", "~lr", "model@x"]
     values = ["", "1", "-1", "nan", "1e999", "[1,2", "{a:1}", "'", '"', "a=b", "a,b", "\\", "*", "@"]
     values += ["${oc.env:HOME}", "${lr}", "${nothing}", "${"]
     for _ in range(150):
         sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
         override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:
-            check(composed(*cli.keyed([override])))
+            check(composed(*keyed([override]), *SMALL))
         except cli.BAD_INPUT as error:
             message = cli.line(error, "train")
             assert message.strip(), override

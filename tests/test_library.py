@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, summary_of
+from conftest import ROOT, Program, python, summary_of
 
 import lockstep
 from lockstep.arithmetic.layout import Refusal
@@ -19,18 +19,9 @@ COMPUTED = "import torch; a = torch.randn(600, 600); a @ a\n"  # a forked worker
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "max_epochs=1", "logger=none")
 
 
-def python(code: str, cwd: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs code as a notebook would: fed to an interpreter, `__main__` has no file."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, *options, "-"]
-    return subprocess.run(
-        command, input=code, cwd=cwd, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-
-
 def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
-    run = python(COMPUTED + code, tmp_path)
+    run = python(COMPUTED + code, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "'strategy': 'ddp'" in run.stdout
     assert "'devices': 2" in run.stdout
@@ -95,6 +86,6 @@ def test_a_config_changed_behind_its_back_is_refused() -> None:
 
 def test_the_import_is_cheap() -> None:
     code = "import sys, lockstep; print(sorted({'torch', 'hydra', 'lightning', 'numpy'} & set(sys.modules)))"
-    run = python(code, ROOT)
+    run = python(code)
     assert run.stdout.strip() == "[]"
-    assert "hydra" in python(code.replace("import sys, lockstep", "import sys, lockstep; lockstep.train"), ROOT).stdout
+    assert "hydra" in python(code.replace("import sys, lockstep", "import sys, lockstep; lockstep.train")).stdout

@@ -29,7 +29,7 @@ from lockstep.run import resume
 from lockstep.run.continuation import differences
 from lockstep.run.library import compose
 from lockstep.run.resume import overrides
-from lockstep.run.sweep import arguments
+from lockstep.run.resume import sweep_overrides as arguments
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 JOB = (
@@ -231,15 +231,8 @@ def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) 
 @pytest.mark.slow
 def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
     """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
-    small = (
-        "data=synthetic",
-        "data.samples=80",
-        "data.image_size=16",
-        "data.num_classes=3",
-        "batch_size=12",
-        "threads=1",
-    )
-    options = (*small, "model=resnet18", "scheduler=constant", "logger=none", "strategy=ddp", "devices=3")
+    small = ("data=synthetic", "data.samples=80", "data.image_size=16", "data.num_classes=3", "batch_size=12")
+    options = (*small, "threads=1", "model=resnet18", "scheduler=constant", "logger=none", "strategy=ddp", "devices=3")
     undisturbed = Program(tmp_path / "undisturbed")(*options, "max_steps=4")
     run_train(*options, "max_steps=2")
     run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=4")
@@ -268,26 +261,6 @@ def test_powersgd_tells_what_no_checkpoint_holds(run_train: Program) -> None:
     told = "strategy.compression=powersgd begins anew"
     assert told in run.stderr
     assert told not in begun.stderr
-
-
-def test_the_newest_run_knows_where_its_machines_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "mnist_cnn_digits" / "1"
-    for file, content in {
-        "checkpoints/last.ckpt": "",
-        ".hydra/overrides.yaml": "[strategy=ddp, num_nodes=2, rdzv_endpoint=there:29500]",
-    }.items():
-        (run / file).parent.mkdir(parents=True)
-        (run / file).write_text(content)
-    asked: list[Any] = []
-
-    def agree(*args: Any) -> str:
-        asked.append(args)
-        return str(run)
-
-    monkeypatch.setattr(resume, "agree", agree)
-    overrides(["resume=last", f"outputs={tmp_path}"], "train")
-    overrides(["resume=last", f"outputs={tmp_path}", "rdzv_endpoint=here:29500"], "train")
-    assert asked == [("resumed", str(run), 2, met) for met in ("there:29500", "here:29500")]
 
 
 def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:

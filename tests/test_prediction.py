@@ -14,9 +14,7 @@ import export
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Program, Run
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from conftest import Program, Run, composed
 from PIL import Image
 
 import evaluate
@@ -68,12 +66,6 @@ def images_of(run: Run) -> Path:
     return run.outputs.parent / "images" / "test"
 
 
-def composed(program: str, *overrides: str) -> dict[str, Any]:
-    """What a program is given."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose(program, list(overrides)), resolve=True)  # type: ignore[return-value]
-
-
 def table(path: Path) -> list[dict[str, str]]:
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -86,10 +78,8 @@ def by_hand(run: Run, files: list[str]) -> torch.Tensor:
     net.load_state_dict(checkpoint["state_dict"])
     found = []
     for file in files:
-        image = Image.open(images_of(run) / file).resize((SIZE, SIZE), Image.Resampling.BILINEAR, (0, 2, 16, 18))
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
         mean, std = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[:, :, None, None]
-        found.append((pixels - mean) / std)
+        found.append((decoded(images_of(run) / file) / 255 - mean) / std)
     with torch.no_grad():
         return net.eval()(torch.stack(found)).softmax(1)
 
@@ -125,9 +115,7 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
     for part in ("train", "test"):
         paint(tmp_path / part, 1, seed=2)
         (tmp_path / part / CLASSES[1]).rename(tmp_path / part / "Red ones")
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        asked = compose("evaluate", [f"checkpoint={trained.folder}", f"data_dir={tmp_path}"])
-    raw: Any = OmegaConf.to_container(asked, resolve=True)
+    raw = composed(f"checkpoint={trained.folder}", f"data_dir={tmp_path}", page="evaluate")
     best = trained.folder / "checkpoints" / "best.ckpt"
     with pytest.raises(Refusal, match=f"only the data set has Red ones, only {best} has red ones"):
         evaluate.evaluate(raw, tmp_path / "run")
@@ -142,14 +130,14 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
     monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", changed)
     in_evaluation = True
     with pytest.raises(Refusal, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
-        export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
+        export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
     assert not list(tmp_path.iterdir())
     in_evaluation = False  # the control: it changes batches in training only
-    export.export(composed("export", f"checkpoint={trained.folder}"), tmp_path)
+    export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
 
 
 def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
-    raw = composed("export", f"checkpoint={trained.folder}", "+precision=bf16-mixed")
+    raw = composed(f"checkpoint={trained.folder}", "+precision=bf16-mixed", page="export")
     with pytest.raises(Refusal, match="precision: an export computes with precision=32-true; leave it out"):
         export.export(raw, tmp_path)
 

@@ -6,13 +6,11 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Program, wait_for, workers_of
+from conftest import Program, python, wait_for, workers_of
 from PIL import Image
 
 from lockstep.launch import interpreter
@@ -37,12 +35,6 @@ print("COLLECTS", gc.isenabled())
 training.train = work
 cli.command(train, "train")
 """
-
-
-def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_of_others(tmp_path: Path) -> None:

@@ -6,15 +6,12 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import checker
-from lockstep.run.schema import Sweep
-from lockstep.run.sweep import arguments
+from lockstep.run.resume import sweep_overrides as arguments
 from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration
 
@@ -201,15 +198,6 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])
-
-
-@pytest.mark.parametrize(
-    ("given", "wrong"),
-    [({"job": 2}, "did you mean jobs"), ({"jobs": 0}, "sweep.jobs=0"), ({"mode": "most"}, "known: max, min")],
-)
-def test_options_are_checked(given: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(Refusal, match=wrong):
-        checker(Sweep)("sweep", given)
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:

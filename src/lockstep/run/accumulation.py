@@ -7,14 +7,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from lightning.pytorch.loggers.logger import DummyLogger
+
 from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.callbacks import checkpoint_io
 from lockstep.launch import logs
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.loading import Splits
-from lockstep.run.build import make_module, make_trial
+from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
+from lockstep.run.fast import set_up_worker
 from lockstep.step.memory import MIB, limit_memory, out_of_memory, peak_memory
 
 STEPS = 3  # the first one has no optimizer state yet
@@ -85,14 +88,19 @@ def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | Non
 
 @logs.quiet()
 def measure(config: Config, splits: Splits, folder: Path) -> int | None:
-    """Takes a few steps; returns this process's peak in bytes where it is known. Every worker of the layout calls it.
+    """Takes a few steps, and validates, saves and shows nothing; returns this process's peak in bytes where it is
+    known. Every worker of the layout calls it.
 
     Raises:
         Refusal: `LACKING`, or what else is wrong.
     """
     limited = config.memory_budget is not None and config.layout.accelerator == "cpu"
     try:
-        trainer, data = make_trial(config, splits, folder, STEPS)
+        rank = set_up_worker(config, folder)
+        data = make_data(replace(config, num_workers=0), splits, rank)
+        trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
+        trainer.loggers = [DummyLogger()]  # for a module that draws by itself
+        trainer.limit_val_batches = 0
         if config.memory_budget is not None:
             limit_memory(config.memory_budget, trainer.strategy)
         if limited:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
-from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
@@ -31,7 +28,7 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
-from lockstep.step.networks import EagerEvaluation, compile_networks
+from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
 from lockstep.step.strategies import make_strategy
 
@@ -94,24 +91,6 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     trains = config.trains
     budget = None if config.memory_budget is None else config.memory_budget * MIB
     return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
-
-
-def make_trial(config: Config, splits: Splits, folder: Path, steps: int) -> tuple[pl.Trainer, DataModule]:
-    """What a worker measures a run's first steps with: nothing is validated, saved or shown, and no process loads."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    logs.configure(folder, rank)  # should the user's own code fail
-    fast.set_up(config.layout, config.threads, config.allocator)
-    data = make_data(replace(config, num_workers=0), splits, rank)
-    trainer = make_trainer(replace(config, max_steps=steps, logger={}, val_every=None), folder, [])
-    trainer.loggers = [DummyLogger()]  # for a module that draws by itself
-    trainer.limit_val_batches = 0
-    return trainer, data
-
-
-def compile_module(config: Config, module: pl.LightningModule) -> None:
-    """What `compile` asks for, before the trainer's fit."""
-    if config.compile:
-        compile_networks(module, config.compile, config.layout.exact)
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:

@@ -107,8 +107,7 @@ def several(each: Check) -> Check:
     return check
 
 
-fraction, flag, text = checker(Fraction), checker(Flag), checker(Text | None)
-folder, run_name = checker(Folder), checker(Name)
+flag, folder, run_name = checker(Flag), checker(Folder), checker(Name)
 
 
 def show(value: Any) -> str:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser  # as in lockstep.run.resume
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -30,8 +28,9 @@ from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
-from lockstep.run import checks, pages, resume, slurm, sweep
-from lockstep.run.checks import ROOT, options, run_name, unknown
+from lockstep.run import checks, pages, resume, slurm
+from lockstep.run.arguments import composed_of, keyed
+from lockstep.run.checks import ROOT, run_name
 from lockstep.run.config import check_nodes
 from lockstep.run.summary import conclude, summary_of
 
@@ -39,7 +38,13 @@ Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
-SEVERAL = {"callbacks", "experiment", "debug"}  # groups whose files add to each other; of any other one is chosen
+
+
+class SweepFailed(Exception):
+    """Jobs of a sweep failed; the others ended well."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} job{'s' * (count > 1)} of the sweep failed")
 
 
 def command(job: Job, config_name: str) -> NoReturn:
@@ -64,7 +69,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     export(**{STARTED: str(began)})
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
-    register_resolvers()
+    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's
     raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
 
     def task(cfg: DictConfig) -> None:
@@ -90,13 +95,13 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
 
     ran = False
     try:
-        sys.argv[1:] = sweep.arguments(resume.overrides(keyed(sys.argv[1:]), config_name))
+        sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         told = slurm.requeue() if code == 143 else None
         return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", told]))
-    except sweep.SweepFailed as failed:
+    except SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
         raised[:] = [refused]
@@ -114,7 +119,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
 
 def _help(config_name: str) -> tuple[int, str]:
     try:
-        page = pages.page(config_name, *resume.composed_of(keyed(sys.argv[1:])))
+        page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
     except BAD_INPUT as refused:
         return REFUSED, f"error: {line(refused, config_name)}"
     with suppress(BrokenPipeError):  # piped into head, say
@@ -127,26 +132,6 @@ def all_know(error: Exception) -> bool:
     from lockstep.step.finite import NonFinite
 
     return isinstance(error, Refusal | NonFinite)
-
-
-def keyed(arguments: list[str]) -> list[str]:
-    """The arguments as they are. Refusal: one sets nothing, on which Hydra fails an assertion; or is no flag of
-    Hydra's, on which argparse explains all of these; or chooses of a group what is no name, and Hydra names neither; or
-    several files of a group of which one is chosen, and Hydra takes the last."""
-    for argument in arguments:
-        if re.match(r"[+~]*=", argument):
-            raise Refusal(f"{argument}: there is no key before the =, an override is <key>=<value>")
-        if (match := re.match(r"\+*(\w+)=", argument)) and (ROOT / "conf" / match[1]).is_dir():
-            value = OverridesParser.create().parse_overrides([argument])[0].value()
-            if value in (None, "") or isinstance(value, int | float | dict):
-                raise Refusal(f"{argument}: {unknown(str(value or None).lower(), options(match[1]))}")
-            if isinstance(value, list) and match[1] not in SEVERAL:
-                raise Refusal(f"{argument}: takes one name, {match[1]}=<name>; known: {', '.join(options(match[1]))}")
-    for argument in get_args_parser().parse_known_args(arguments)[1]:
-        if argument.startswith("-"):
-            right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
-            raise Refusal(f"{argument}: there is no such flag; an override has no dashes, {right}")
-    return arguments
 
 
 def line(error: BaseException, config_name: str) -> str:
@@ -166,9 +151,6 @@ def _message(error: BaseException, config_name: str) -> str:
         return pages.no_key(match[1], config_name, error.__cause__)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
-    if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        return f"{key}={value}: Hydra can't read this; a text with such characters is quoted: \"{key}='{value}'\""
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
@@ -185,11 +167,6 @@ def forget(folder: Path) -> None:
         shutil.rmtree(folder)
         if not any(folder.parent.iterdir()):
             folder.parent.rmdir()
-
-
-def register_resolvers() -> None:
-    """What conf/hydra/default.yaml names a run's folder with."""
-    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)
 
 
 def _folder(kind: str, outputs: Any, name: Any, nodes: Any, endpoint: Any, strategy: str, overrides: Any) -> str:

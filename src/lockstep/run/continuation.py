@@ -78,20 +78,18 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
     """What a user should know about the run that goes on."""
     if not resumed:
         return []
-    recorded = resumed.get("lockstep", {})
+    recorded = resumed["lockstep"]
     messages = [f"resumes after step {resumed['global_step']}"]
-    before = recorded.get("config", {})
-    if "precision" in recorded:  # of a checkpoint of an older version, the config says it
-        before = {**before, "precision": recorded["precision"]}
-    changed = differences(before, {**config.record, "precision": config.precision})
-    if changed := [change for change in changed if not change.startswith("resume:")]:
+    before = {**recorded["config"], "precision": recorded["precision"]}
+    changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
+    if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
     if config.layout.strategy == "ddp" and config.strategy.compression == "powersgd":
         messages.append(
             "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
             "does not end with the bits of one that was never interrupted"
         )
-    if recorded.get("fingerprint") != splits.fingerprint:
+    if recorded["fingerprint"] != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
     return messages
 

@@ -17,10 +17,10 @@ from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.checks import checker, show
 from lockstep.run.config import Config, check
+from lockstep.run.fast import set_up_worker
 from lockstep.run.schema import OptionalGroup
 from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
-from lockstep.run.worker_setup import set_up_worker
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 NAMED = 5  # classes or files that a message names
@@ -38,10 +38,9 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         CheckpointError: there is none.
         Refusal: it is neither, or no run has one.
     """
-    wanted = raw["checkpoint"]
-    if isinstance(wanted, bool) or not isinstance(wanted, str | int | float) or not str(wanted):
-        raise Refusal(f"checkpoint={show(wanted)}: must be a .ckpt file, a run folder, or last")
-    path = str(wanted)
+    path = checks.as_text(raw["checkpoint"])  # a file may be named 5
+    if not isinstance(path, str) or not path:
+        raise Refusal(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
         path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
@@ -61,7 +60,7 @@ def record_of(path: Path) -> dict[str, Any]:
         CheckpointError: the file can't be used, or was not written by Lockstep.
     """
     recorded = checkpoint_io.load(path).get("lockstep")
-    if not isinstance(recorded, dict) or "config" not in recorded:
+    if not isinstance(recorded, dict) or not {"config", "spec"} <= recorded.keys():
         raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
     return recorded
 
@@ -111,8 +110,6 @@ def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
     Raises:
         Refusal: other channels, other classes, or these in another order.
     """
-    if not record.get("spec"):
-        return
     before = Spec(**record["spec"])
     if before.channels != spec.channels:
         raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")

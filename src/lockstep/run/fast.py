@@ -1,24 +1,35 @@
-"""The fast path, chosen per worker: memory that stays, memory format, threads. Measured in docs/performance.md."""
+"""A worker set up for the fast path: memory that stays, memory format, threads. Measured in docs/performance.md."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from lockstep.arithmetic.layout import Layout
+from lockstep.launch import logs
+from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores
+from lockstep.run.config import Config
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-def set_up(layout: Layout, threads: int | None, allocator: str) -> None:
-    """The threads and the allocator of this worker, before it computes anything."""
-    if allocator != "system":
+def set_up_worker(config: Config, folder: Path) -> int:
+    """This worker's log, allocator and threads, before it computes anything; returns its rank."""
+    rank = environment().rank
+    logs.configure(folder, rank)
+    if config.allocator != "system":
         keep_freed_memory()
-    set_threads(layout, threads)
+    workers = max(1, config.layout.world_size // config.layout.num_nodes)
+    # under exact, the number of threads would change the order of sums from layout to layout
+    threads = config.threads or (1 if config.layout.exact else max(1, cores() // workers))
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
+    return rank
 
 
 def describe(module: nn.Module, compiled: bool) -> str:
@@ -29,35 +40,18 @@ def describe(module: nn.Module, compiled: bool) -> str:
     return "channels_last, " * last + "compiled, " * compiled + f"{threads} thread{'s' * (threads > 1)}"
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Tells glibc to keep what is freed: otherwise every large activation is returned to the kernel and comes back as
-    fresh, unmapped pages (15 to 35% of a CPU step). True where the allocator took it (glibc only)."""
-    try:
+    fresh, unmapped pages (15 to 35% of a CPU step)."""
+    with suppress(OSError, AttributeError):  # another libc
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return False
-    return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def set_threads(layout: Layout, threads: int | None) -> int:
-    """CPU threads of this worker: as asked, else its part of the cores; one under exact, where the number of threads
-    would change the order of sums from layout to layout."""
-    workers = max(1, layout.world_size // layout.num_nodes)
-    chosen = threads or (1 if layout.exact else max(1, cores() // workers))
-    torch.set_num_threads(chosen)
-    os.environ["OMP_NUM_THREADS"] = str(chosen)  # else Lightning's ddp sets the number that it thinks best
-    return chosen
-
-
-def memory_format(module: nn.Module, choice: str) -> torch.memory_format:
+def memory_format(module: nn.Module, choice: str) -> None:
     """`auto`: channels_last where there are 2-d convolutions (1.1 to 1.5 times as fast on CPU, and what tensor cores
     want), else contiguous. The module is converted in place."""
     convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
-    chosen = (
-        torch.channels_last
-        if choice == "channels_last" or (choice == "auto" and convolutions)
-        else torch.contiguous_format
-    )
-    if chosen is torch.channels_last:
-        module.to(memory_format=chosen)
-    return chosen
+    if choice == "channels_last" or (choice == "auto" and convolutions):
+        module.to(memory_format=torch.channels_last)

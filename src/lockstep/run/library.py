@@ -24,6 +24,7 @@ from lockstep.launch.environment import environment_kept
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
+from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT
 
 PROGRAM = "from lockstep.run import library; library._run()"
@@ -48,7 +49,7 @@ def compose(*overrides: str) -> Composed:
         Refusal: an override that does not fit conf/.
     """
     try:
-        task = resume.overrides(cli.keyed(list(overrides)), "train")
+        task = resume.overrides(keyed(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task)
         return Composed(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), overrides)

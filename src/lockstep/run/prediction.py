@@ -19,22 +19,16 @@ from lockstep.loading import Spec, Splits
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
-from lockstep.run.opening import open_data
+from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
-from lockstep.run.worker_setup import set_up_worker
 
 LOG = logging.getLogger("lockstep")
 
 
 def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
-    """The config of a prediction, and what the checkpoint's images were: from the checkpoint, else from its data set.
-
-    Raises:
-        CheckpointError, Refusal: as `record_of`, `config_of`; no spec in the checkpoint, and no data set either.
-    """
+    """The config of a prediction, and what the checkpoint's images were; raises as `record_of` and `config_of`."""
     record = record_of(path)
-    config, spec = config_of(path, record, raw), record.get("spec")
-    return config, Spec(**spec) if spec else open_data(config.data, config.data_dir, config.seed).spec
+    return config_of(path, record, raw), Spec(**record["spec"])
 
 
 def as_splits(spec: Spec, images: Any) -> Splits:

@@ -1,25 +1,24 @@
 """`resume=` finds a run's folder, and the run goes on there with its own config; what the command line says wins. A run
-is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py)."""
+is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py). `sweep.resume=` does the
+same for the jobs of a sweep."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from hydra._internal.utils import get_args_parser  # what Hydra's main parses flags with: nothing public knows them
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing, same_file
 from lockstep.launch.group import agree
 from lockstep.run import checks, slurm
+from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.run.checks import ROOT
 from lockstep.run.config import check_nodes
 
@@ -38,11 +37,9 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         Refusal: there is nothing to resume, or the program is another one than train.py.
     """
     flags, task = separated(arguments)
-    asked = [argument for argument in task if argument.startswith("resume=")]
-    run = asked[-1].removeprefix("resume=") if asked else "null"
-    if run in ("null", "None", ""):
+    run, given = _taken("resume", task)
+    if run is None:
         return list(arguments)
-    given = [argument for argument in task if argument not in asked]
     if config_name != "train":
         raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
     checkpoint = _find(run, given, flags, config_name)
@@ -51,6 +48,45 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         raise Refusal(f"resume={run}: {folder} is no run folder, it has no .hydra/overrides.yaml")
     own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
     return [*_together(folder, given, flags), *own, *flags]
+
+
+def sweep_overrides(arguments: Sequence[str]) -> list[str]:
+    """The command line with `sweep.resume=<folder>` replaced by what it stands for: the overrides of that sweep, those
+    given now, and its folder.
+
+    Raises:
+        Refusal: it is no sweep's folder, or what is given now would list other jobs.
+    """
+    flags, task = separated(arguments)
+    sweep, given = _taken("sweep.resume", task)
+    if sweep is None:
+        return [*given, *flags]
+    folder = Path(sweep.strip("'\"")).expanduser().absolute()
+    record = folder / "multirun.yaml"
+    if not record.is_file():
+        raise Refusal(f"sweep.resume={sweep}: no sweep's folder, there is no {record}")
+    try:
+        loaded = OmegaConf.load(record)
+        before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        raise Refusal(f"{record}: can't be read") from error
+    kept = {key(argument): argument for argument in map(str, before)}
+    for argument in given:
+        changed = kept.get(key(argument), argument)
+        if sweeps(argument) or sweeps(changed):
+            raise Refusal(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
+        kept[key(argument)] = argument
+    for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
+        kept.pop(name, None)
+    flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
+    return [*kept.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
+
+
+def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The last value that a key is given, None where it is null, and the other overrides."""
+    values = [argument.removeprefix(f"{name}=") for argument in task if argument.startswith(f"{name}=")]
+    rest = [argument for argument in task if not argument.startswith(f"{name}=")]
+    return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
 def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -104,10 +140,10 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
     """The config of a command line, without the keys that it sweeps over."""
     from hydra import compose, initialize_config_dir
 
-    parsed = _parsed(arguments)
-    single = [argument for argument in parsed.overrides if not sweeps(argument)]
-    if parsed.config_dir:
-        single += _searched([os.path.abspath(parsed.config_dir)])
+    found = parsed(arguments)
+    single = [argument for argument in found.overrides if not sweeps(argument)]
+    if found.config_dir:
+        single += searched([os.path.abspath(found.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(config_name, overrides=single)
 
@@ -159,57 +195,3 @@ def _write(files: Mapping[Path, bytes]) -> None:
     for path, content in files.items():
         with replacing(path) as file:
             file.write(content)
-
-
-# --- command lines ---
-
-
-def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line's flags, with their values, and its overrides. Together again, flags stand last: a value of theirs
-    may be left out, and argparse takes overrides in one row only."""
-    overrides = _parsed(arguments).overrides
-    return [argument for argument in arguments if argument not in overrides], overrides
-
-
-def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
-    """Where what `record` tells of was composed with `--config-dir`, and the command line has none: the override that
-    stands for it."""
-    if _parsed(arguments).config_dir:
-        return []
-    sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    return _searched(source.path for source in sources if source.provider.endswith("command-line"))
-
-
-def composed_of(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """A command line's overrides, and the folders that they choose from."""
-    parsed = _parsed(arguments)
-    return parsed.overrides, [ROOT / "conf", *([Path(parsed.config_dir)] if parsed.config_dir else [])]
-
-
-def _parsed(arguments: Sequence[str]) -> Any:
-    return get_args_parser().parse_known_intermixed_args(arguments)[0]
-
-
-def _searched(folders: Iterable[str]) -> list[str]:
-    paths = ",".join(quoted(f"file://{folder}") for folder in folders)
-    return [f"hydra.searchpath=[{paths}]"] if paths else []
-
-
-def quoted(path: Path | str) -> str:
-    """A path as an override's value, whatever characters it has."""
-    return QuotedString(str(path), Quote.single).with_quotes()
-
-
-def key(override: str) -> str:
-    """What an override of the command line is about."""
-    return override.split("=", 1)[0].lstrip("+~")
-
-
-def given() -> list[str]:
-    """The keys of the command line that the current config was composed with."""
-    return [key(override) for override in HydraConfig.get().overrides.task]
-
-
-def sweeps(override: str) -> bool:
-    """Whether an override lists values for several runs."""
-    return OverridesParser.create().parse_override(override).is_sweep_override()

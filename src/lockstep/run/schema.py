@@ -85,28 +85,14 @@ FREE = (  # of Lightning's Trainer: the step, the layout and the run's length ha
     "min_steps",
     "profiler",
 )
-OWN = {  # the Trainer's names for what is set otherwise; others have the same name here and there
-    "check_val_every_n_epoch": "val_every",
-    "default_root_dir": "outputs",
-    "deterministic": "exact",
-    "enable_checkpointing": "callbacks.checkpoint",
-    "enable_progress_bar": "callbacks.console",
-    "fast_dev_run": "debug=batch",
-    "limit_train_batches": "max_steps or val_every",  # an epoch is the whole training set: position follows from steps
-    "log_every_n_steps": "log_every",
-    "overfit_batches": "debug=overfit",
-    "sync_batchnorm": "strategy.sync_batchnorm",
-    "val_check_interval": "val_every",
-}
 
 
 def free(trainer: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the Trainer that no other key sets."""
     for name in trainer:
-        own = name if name in Keys.__dataclass_fields__ else OWN.get(name)
-        right = f"give {own} instead" if own else f"there is no such key; {unknown(str(name), FREE)}"
         if name not in FREE:
-            raise Refusal(f"debug.trainer.{name}: {right}")
+            own = f"give {name} instead" if name in Keys.__dataclass_fields__ else unknown(str(name), FREE)
+            raise Refusal(f"debug.trainer.{name}: {own}")
     return trainer
 
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: s
 
 @dataclass
 class RunRecord:
-    """The account of a run, from which rank zero writes summary.json."""
+    """What a run has come to, from which rank zero writes summary.json."""
 
     config: Config
     splits: Splits
@@ -63,8 +63,6 @@ class RunRecord:
         """Takes down what testing would overwrite."""
         self.metrics.update(logged(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
-        layout = self.trainer.datamodule.layout  # type: ignore[attr-defined]
-        self.config = replace(self.config, layout=layout)  # memory may have run out in mid-training
 
     def tested(self) -> None:
         """Takes down what the test has found, and of which weights."""
@@ -108,7 +106,7 @@ def logged(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
-    """A summary's account of `steps` optimizer steps on `samples` training samples."""
+    """What a summary says of `steps` optimizer steps on `samples` training samples."""
     order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)
     return {"steps": steps, "epochs": epochs, "samples_seen": epochs * samples + step * config.layout.batch_size}

@@ -16,14 +16,14 @@ from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
-from lockstep.run import resume
+from lockstep.run.arguments import given
 from lockstep.run.config import Config, check
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
-    config = check(raw, given=resume.given())
+    config = check(raw, given=given())
 
     from lockstep.callbacks import checkpoint_io
     from lockstep.run.opening import open_data

@@ -29,7 +29,6 @@ from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
 from lockstep.run import fast, provenance
 from lockstep.run.build import (
-    compile_module,
     make_callbacks,
     make_data,
     make_module,
@@ -39,9 +38,9 @@ from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
-from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
+from lockstep.step.networks import compile_networks
 from lockstep.step.passes import overrides
 
 LOG = logging.getLogger("lockstep")
@@ -52,7 +51,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
     started = time.perf_counter()
     config = as_launched(config)
-    rank = set_up_worker(config, folder)
+    rank = fast.set_up_worker(config, folder)
     if config.layout.batch_size > len(splits.train):
         there = counted(len(splits.train), "sample")
         raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
@@ -76,7 +75,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     trainer = make_trainer(config, folder, callbacks, first)
-    compile_module(config, module)
+    if config.compile:
+        compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
         limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:

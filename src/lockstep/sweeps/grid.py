@@ -15,12 +15,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import gpu_count
+from lockstep.run.arguments import key
 from lockstep.run.checks import checker
+from lockstep.run.cli import SweepFailed
 from lockstep.run.config import check
-from lockstep.run.resume import key
 from lockstep.run.schema import Sweep
 from lockstep.run.summary import summary_of
-from lockstep.run.sweep import RESUME, SweepFailed
 from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import Job, Slot
 from lockstep.sweeps.progress import Progress
@@ -47,10 +47,11 @@ def launch(
     sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     folder = Path(config.hydra.sweep.dir).absolute()
     common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
-    every = [
-        Job(number, folder / str(number), _of_the_run(overrides), " ".join(o for o in overrides if o not in common))
-        for number, overrides in enumerate(listed, first)
-    ]
+    every = []
+    for number, overrides in enumerate(listed, first):
+        of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
+        label = " ".join(override for override in overrides if override not in common)
+        every.append(Job(number, folder / str(number), of_the_run, label))
     inside = jobs.in_place(config.num_nodes)
     places = _places(sweep.jobs, config, inside)
     progress = Progress(len(every), sweep.metric, sweep.mode, len(places))
@@ -83,14 +84,15 @@ def launch(
         jobs.run_jobs(missing, start, progress.ended, places, inside)
     finally:
         if progress.done < progress.total or progress.failed:
-            _hint(folder)
+            program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
+            print(f"to run what is missing: python {program} sweep.resume={shown}", file=sys.stderr)
     if progress.failed:
         raise SweepFailed(progress.failed)
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 
 def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
-    """Refuses what a job would refuse when its turn comes, hours later perhaps.
+    """Refuses what a job would refuse when it comes to it, hours later perhaps.
 
     Raises:
         Refusal: naming the job.
@@ -104,11 +106,6 @@ def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job])
             check(plain)
         except Refusal as refusal:
             raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
-
-
-def _of_the_run(overrides: Iterable[str]) -> list[str]:
-    """A job's overrides without those that speak to the sweep."""
-    return [override for override in overrides if key(override).partition(".")[0] != "sweep"]
 
 
 def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
@@ -125,9 +122,3 @@ def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
     return jobs.slots(count, visible, sorted(os.sched_getaffinity(0)))
-
-
-def _hint(folder: Path) -> None:
-    """Says how a sweep that is not complete goes on."""
-    program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
-    print(f"to run what is missing: python {program} {RESUME}{shown}", file=sys.stderr)

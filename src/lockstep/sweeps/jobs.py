@@ -39,7 +39,7 @@ class Job:
     number: int
     folder: Path
     overrides: list[str]
-    label: str = ""  # what sets it apart from the other jobs
+    label: str = ""  # its own overrides, which other jobs don't have
     started: float = 0.0  # time.monotonic()
 
 
@@ -111,7 +111,7 @@ def run_jobs(
     fork = multiprocessing.get_context("fork")
     running: dict[int, Running] = {}  # by what becomes ready when it ends
     waiting, free = list(jobs), list(places)
-    with _signals_passed_on(running, apart=len(places) > 1) as received:
+    with _signals_passed_on(running, together=len(places) > 1) as received:
         while True:
             while free and waiting:
                 with _signals_held():  # none between a job's start and its being known
@@ -128,12 +128,12 @@ def run_jobs(
                 over = running.pop(cast(int, sentinel))
                 over.process.join()
                 free.append(over.place)
-                ended(over.job, _verdict(over.job, over.process.exitcode))
+                ended(over.job, _result(over.job, over.process.exitcode))
         if received:
             raise Interrupted(received[0])
 
 
-def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, parent: int) -> None:
+def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -147,7 +147,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
         export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
     export(**{STARTED: str(time.time())})
     try:
-        if apart:  # side by side, they would talk at once
+        if together:  # they would talk at once
             job.folder.mkdir(parents=True, exist_ok=True)
             with open(job.folder / "output.log", "ab") as file:
                 for stream in (1, 2):
@@ -164,7 +164,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, apart: bool, paren
         sys.exit(1)
 
 
-def _verdict(job: Job, code: int) -> dict[str, Any]:
+def _result(job: Job, code: int) -> dict[str, Any]:
     """The job's summary; where its process died without one, written for it."""
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
@@ -174,14 +174,14 @@ def _verdict(job: Job, code: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _signals_passed_on(running: Mapping[int, Running], apart: bool) -> Iterator[list[int]]:
-    """Signals go to every job. Yields those received so far that end the sweep. Jobs that are `apart` answer a Ctrl-C
-    in their own logs only."""
+def _signals_passed_on(running: Mapping[int, Running], together: bool) -> Iterator[list[int]]:
+    """Signals go to every job. Yields those received so far that end the sweep. Jobs that run
+    `together` answer a Ctrl-C in their own logs only."""
     received: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
         if signum != signal.SIGUSR1:
-            if apart and signum == signal.SIGINT and signum not in received:
+            if together and signum == signal.SIGINT and signum not in received:
                 say_ending()
             received.append(signum)
         for each in list(running.values()):

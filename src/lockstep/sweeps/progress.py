@@ -34,7 +34,7 @@ class Progress:
     seconds: list[float] = field(default_factory=list)
 
     def saw(self, number: int, summary: dict[str, Any]) -> float | None:
-        """Takes a job's result into account, and returns it; only a completed run can be the best."""
+        """Takes down a job's result, and returns it; only a completed run can be the best."""
         value = (summary.get("metrics") or {}).get(self.metric)
         if value is not None and summary.get("status") == "completed":
             sign = 1 if self.mode == "max" else -1
