@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import clock
 import machine
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
@@ -94,10 +94,7 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     choices.sort(key=lambda choice: choice.seconds or math.inf)
     speeds = measured.speeds([choice for choice in choices if choice.seconds])
     answer = conclusion(choices, config, speeds)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table(choices))
+    wide_console(120).print(table(choices))
     print(answer)
     report = {
         "answer": answer,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from comparison import pair
 from comparison.groups import find_runs, grouped, is_run
 from comparison.table import Comparison
-from rich.console import Console
+from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 
@@ -30,9 +30,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
     parser.add_argument("--to", type=Path, metavar="folder", help="where table and plots go")
     given = parser.parse_args()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160  # a pipe has no width of its own
+    console = wide_console(160, highlight=False)
     try:
         if len(given.runs) == 2 and all(map(is_run, given.runs)):
             pair.report(console, (given.runs[0], given.runs[1]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
 
 def changes(module: pl.LightningModule, spec: Spec) -> bool:
     """Whether images are others after the module's own `on_after_batch_transfer`, though nobody trains."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what devices there are
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
     found, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)

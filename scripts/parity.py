@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from rich.console import Console
+from showing import wide_console
 from torch.utils.data import Subset
 from trials import differences
 from trials.record import YARDSTICKS, roundoff
@@ -98,9 +98,7 @@ def judge_layouts(
         Different: a layout differs, or a control was not seen.
     """
     rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 170  # a pipe has no width of its own
+    console = wide_console(170)
     console.print(table(rows))
     console.print(text, highlight=False)
     write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})

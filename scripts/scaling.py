@@ -17,10 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import clock
-from plotting import GREY, find_pyplot, style
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from showing import GREY, find_pyplot, style, wide_console
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.environment import external_workers
@@ -72,10 +71,7 @@ def scaling(raw: dict[str, Any], folder: Path) -> None:
         accuracy, epoch = best["metrics"].get("test/acc", float("nan")), len(splits.train) / speed(best)
         step = config.layout.batch_size, config.lr
         points.append(Point(mode, name, n, *step, epoch, speed(best), efficiency, accuracy, best["peak_gib"]))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    console.print(table(points))
+    wide_console(120).print(table(points))
     report = {"config": raw, "points": [asdict(point) for point in points], "versions": versions()}
     write_summary(folder / "scaling.json", report)
     plot(points, folder / "scaling.png")

@@ -1,4 +1,4 @@
-"""scripts/chaos.py with a short seed; the README quotes a long one."""
+"""scripts/chaos.py with a short seed; docs/daily.md quotes a long one."""
 
 from __future__ import annotations
 

@@ -85,10 +85,16 @@ def test_ci_runs_the_documented_commands() -> None:
     assert {"make lint", "make test"} <= set(script.read_text().splitlines())
 
 
-def test_readme_names_only_what_exists() -> None:
-    readme = (ROOT / "README.md").read_text()
+PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_only_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    commands = "\n".join(re.findall(r"`+([^`]+)`+", readme))
+    commands = "\n".join([*re.findall(r"`+([^`]+)`+", text), *re.findall(r"^ {4}(.+)$", text, flags=re.MULTILINE)])
     assert set(re.findall(r"\bmake ([a-z]+)", commands)) <= targets
     programs = re.findall(r"(?:python|torchrun|bash)\b[^\n]*?\s((?:src|scripts)/[\w/.-]+)", commands)
     assert [name for name in programs if not (ROOT / name).is_file()] == []
+    links = re.findall(r"\]\((?!http)([^)#]+\.(?:md|py|json))", text)
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []

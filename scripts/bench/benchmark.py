@@ -33,8 +33,8 @@ from parts.epochs import epoch
 from parts.gpu import gpu
 from parts.players import Row
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from showing import wide_console
 from time_to_accuracy import CommandFailed
 
 from lockstep.arithmetic.layout import Refusal
@@ -75,9 +75,7 @@ def main() -> int:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    console = Console()
-    if not console.is_terminal:
-        console.width = 150
+    console = wide_console(150)
     failed = False
     for part in chosen:
         began = time.perf_counter()

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import ROOT
@@ -131,9 +132,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each recipe (default: %(default)s)")
     parser.add_argument("overrides", nargs="*", help="for our runs, e.g. threads=1")
     options = parser.parse_args()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120
     try:
         if options.seeds < 1:
             raise Refusal(f"--seeds={options.seeds}: at least 1")
@@ -141,7 +139,7 @@ def main() -> int:
     except (Refusal, CommandFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, Refusal) else 1
-    console.print(table(racers))
+    wide_console(120, highlight=False).print(table(racers))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from comparison.curves import Curve
 from comparison.groups import Group
-from plotting import find_pyplot, style
+from showing import find_pyplot, style
 
 pyplot = find_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones
@@ -29,12 +29,12 @@ def draw(groups: Sequence[Group], folder: Path) -> list[str]:
     curved = [group for group in shown if group in best]
     some = f" (the best {MOST} of {len(shown)})" if len(shown) > MOST else ""
     made = []
-    for name, tag, title, axes in (
-        ("loss.png", "train/loss", f"Training loss{some}", ("samples", "seconds")),
-        ("accuracy.png", "val/acc", f"Validation accuracy{some}", ("samples", "seconds")),
+    for name, tag, title in (
+        ("loss.png", "train/loss", f"Training loss{some}"),
+        ("accuracy.png", "val/acc", f"Validation accuracy{some}"),
     ):
         if any(tag in run.curves for group in curved for run in group.completed):
-            _curves(curved, styles, tag, title, axes, folder / name)
+            _curves(curved, styles, tag, title, folder / name)
             made.append(name)
     if any(group.mean("throughput", "samples_per_second") for group in shown):
         _bars(shown, styles, folder / "speed.png")
@@ -42,12 +42,10 @@ def draw(groups: Sequence[Group], folder: Path) -> list[str]:
     return made
 
 
-def _curves(
-    groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, axes: Sequence[str], path: Path
-) -> None:
-    figure, panels = pyplot.subplots(1, len(axes), figsize=(11, 4.6), sharey=True, layout="constrained")
+def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, path: Path) -> None:
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     names = {"samples": "samples seen", "seconds": "seconds of training, validation included"}
-    for panel, axis in zip(panels, axes, strict=True):
+    for panel, axis in zip(panels, names, strict=True):
         for number, group in enumerate(groups):
             curves = [run.curves[tag] for run in group.completed if tag in run.curves]
             _mean(panel, curves, axis, group.label, styles[id(group)], number / len(groups))
@@ -95,37 +93,25 @@ def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict
 
 
 def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
-    """Samples per second, and efficiency where there is a run on one device to measure by."""
+    """Samples per second; how well devices are used stands in the table."""
     measured = [group for group in groups if group.mean("throughput", "samples_per_second")]
-    efficient = any(group.efficiency is not None for group in measured)
-    size = (11 if efficient else 7, 1.2 + 0.36 * len(measured))
-    figure, grid = pyplot.subplots(1, 1 + efficient, figsize=size, sharey=True, layout="constrained", squeeze=False)
-    panels, rows = grid[0], np.arange(len(measured))
-    colours = [styles[id(group)]["color"] for group in measured]
+    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(measured)), layout="constrained")
     speeds = [group.values("throughput", "samples_per_second") for group in measured]
     means = [float(np.mean(values)) for values in speeds]
     ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
     several = any(len(values) > 1 for values in speeds)
     spread = {"xerr": np.transpose(ends), "ecolor": "#555555", "capsize": 3} if several else {}
-    bars = panels[0].barh(rows, means, color=colours, **spread)
-    panels[0].bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8, bbox=WHITE)
-    panels[0].xaxis.set_major_formatter("{x:,g}")
-    panels[0].set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
-    panels[0].set_yticks(rows, [group.label for group in measured], fontsize=8)
-    panels[0].invert_yaxis()
-    if efficient:
-        shares = [(group.efficiency or 0) for group in measured]
-        bars = panels[1].barh(rows, shares, color=colours)
-        texts = [f"{share:.0%}" if share else "no single device to measure by" for share in shares]
-        panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        panels[1].bar_label(bars, texts, padding=4, fontsize=8, bbox=WHITE)
-        panels[1].axvline(1, color="#555555", linewidth=1, linestyle=":", zorder=0.9)
-        panels[1].set_xlabel("of the fastest single device's speed, per device")
-    for panel in panels:
-        panel.margins(x=0.18)
-        panel.grid(axis="x", alpha=0.3)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Speed and efficiency" if efficient else "Speed")
+    colours = [styles[id(group)]["color"] for group in measured]
+    bars = axes.barh(range(len(measured)), means, color=colours, **spread)
+    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8, bbox=WHITE)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
+    axes.set_yticks(range(len(measured)), [group.label for group in measured], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.18)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Speed")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

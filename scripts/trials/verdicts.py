@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plotting import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 from rich import box
 from rich.table import Table
+from showing import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 from trials.trial import Outcome, difference, norm
 
 MARGIN = 10  # times the yardstick
@@ -156,10 +156,9 @@ STYLES = {  # colour, line, what the legend says
     "default": (BLUE, "-", "layouts, by default"),
     "exact": (GREEN, "-", "layouts, exact=true: no difference"),
     "pieces": (PURPLE, "-.", "another number of pieces"),
-    "control": (VERMILION, "--", "controls"),
+    "control": (VERMILION, "--", ""),  # each by its name
     "yardstick": (GREY, ":", "gradients off by roundings"),
 }
-APART = 0.05  # of two names beside the plot, in heights of it
 
 
 def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
@@ -171,37 +170,24 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     seen = np.concatenate([*(curve for _, curve in shown), tolerance.weights_curve])
     steps = np.arange(1, len(tolerance.weights_curve) + 1)
     figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
-    ends = [(tolerance.weights_curve[-1], "tolerance", "black")]  # of the lines that have their names beside them
     known = set()
+    marks = iter("osD^vP")  # of the controls
     for row, curve in shown:
         kind = "exact" if row.same_bits else "default" if row.kind == "exact" else row.kind
         colour, line, label = STYLES[kind]
-        front = {"zorder": 3, "clip_on": False} if row.same_bits else {}
-        axes.plot(steps, curve, line, color=colour, label=None if kind in known else label, **front)
-        known.add(kind)
+        look: dict[str, Any] = {"zorder": 3, "clip_on": False} if row.same_bits else {}
         if kind == "control":
-            ends.append((curve[np.isfinite(curve)][-1] if np.isfinite(curve).any() else 1.0, row.layout, colour))
-    axes.plot(steps, tolerance.weights_curve, color="black", linewidth=1)
+            look, label = {"marker": next(marks), "markersize": 4}, f"control: {row.layout}"
+        axes.plot(steps, curve, line, color=colour, label=None if label in known else label, **look)
+        known.add(label)
+    axes.plot(steps, tolerance.weights_curve, color="black", linewidth=1, label="tolerance")
     # linear below the smallest difference, so that there is a place for none
     axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(seen[seen > 0].min())), linscale=0.5)
     axes.set(xlabel="optimizer step", ylabel="relative difference of the weights", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
     axes.grid(color="#E4E4E4")
     axes.spines[["top", "right"]].set_visible(False)
-    wanted = [axes.transAxes.inverted().transform(axes.transData.transform((1, end)))[1] for end, _, _ in ends]
-    for (end, name, colour), place in zip(ends, apart(wanted, APART), strict=True):
-        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
-        look = {"color": colour, "fontsize": 8, "va": "center", "arrowprops": arrow, "annotation_clip": False}
-        axes.annotate(name, (steps[-1], end), (1.05, place), textcoords="axes fraction", **look)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
-
-
-def apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places in the order of the wanted ones, moved up where the one below is nearer than `gap`."""
-    placed, least = dict.fromkeys(range(len(wanted)), 0.0), -np.inf
-    for number in np.argsort(wanted, kind="stable").tolist():
-        placed[number] = least = max(wanted[number], least + gap)
-    return [*placed.values()]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from plotting import BLUE, GREY, VERMILION, find_pyplot
+from showing import BLUE, GREY, VERMILION, find_pyplot
 
 HEADINGS = {
     "step": "a step",

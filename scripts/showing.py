@@ -1,8 +1,10 @@
-"""matplotlib for plots that are files, and the looks that they share."""
+"""What the programs show: tables on the terminal, plots as files and the looks that they share."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from rich.console import Console
 
 # Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line on white
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
@@ -11,6 +13,14 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
 GREY = "#8C8C8C"
 LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X<>"
+
+
+def wide_console(width: int, highlight: bool = True) -> Console:
+    """A terminal; of a pipe, which has no width of its own, `width` characters wide."""
+    console = Console(highlight=highlight)
+    if not console.is_terminal:
+        console.width = width
+    return console
 
 
 def find_pyplot() -> Any:
