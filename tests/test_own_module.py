@@ -411,7 +411,7 @@ def test_an_evaluation_that_takes_long_is_not_silent(project: Path, tmp_path: Pa
     run = train(project, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=600")  # 120 to be tested
     evaluate = Program(tmp_path / "evaluated", str(project / "src" / "evaluate.py"))
     task = (f"checkpoint={run.folder}", "batch_size=12", "+hang_timeout=7", "accelerator=cpu")  # 10 batches of 1 s
-    found = evaluate(*task, "model._target_=mine.SlowTest", cwd=project, env={"SLOW": "1"})
+    found = evaluate(*task, "+model._target_=mine.SlowTest", cwd=project, env={"SLOW": "1"})
     assert found.summary["metrics"]["test/acc"] == run.summary["metrics"]["test/acc"]
 
 
