@@ -174,9 +174,7 @@ def _fault(path: Path) -> str:
             return f"the file is cut off: its end is missing after {path.stat().st_size:,} bytes"
         with zipfile.ZipFile(path) as archive:
             whole = archive.testzip() is None
-    except (
-        Exception
-    ):  # a damaged zip makes zipfile raise BadZipFile, OSError, struct.error, zlib.error, RuntimeError, ...
+    except Exception:  # BadZipFile, OSError, struct.error, zlib.error, RuntimeError: whatever the damage leads to
         whole = False
     if not whole:
         return "the file is damaged: its checksums do not match"

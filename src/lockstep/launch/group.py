@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
-GROUP_TIMEOUT = timedelta(
-    hours=1
-)  # of a collective; a silent rank is noticed earlier, and named (lockstep.launch.watchdog)
+GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; lockstep.launch.watchdog notices a silent rank earlier
 
 
 def join_group(layout: Layout) -> None:
@@ -73,7 +71,8 @@ def _join(gpu: bool) -> None:
         )
     export(TORCHELASTIC_RESTART_COUNT=str(int(store.get("groups")) - 1))
     if address == LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+        device = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
 
 
@@ -124,11 +123,6 @@ def leave_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def loopback() -> str:
-    """The loopback device's name, for gloo."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
