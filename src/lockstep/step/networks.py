@@ -70,5 +70,11 @@ class EagerEvaluation(pl.Callback):
     def on_validation_end(self, *args: Any) -> None:
         torch.compiler.set_stance("default")
 
-    on_test_start = on_validation_start
-    on_test_end = on_exception = on_validation_end
+    def on_test_start(self, *args: Any) -> None:
+        self.on_validation_start()
+
+    def on_test_end(self, *args: Any) -> None:
+        self.on_validation_end()
+
+    def on_exception(self, *args: Any) -> None:
+        self.on_validation_end()
