@@ -32,7 +32,7 @@ def test_only_waits_count_and_events_are_told() -> None:
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    monkeypatch.setattr("lockstep.step.compiled.lacking", lambda accelerator: None)  # a compiler, say
+    monkeypatch.setattr("lockstep.run.config.lacking", lambda accelerator: None)  # a compiler, say
     for case in gpu.GPU_CASES:
         for options in gpu.OURS.values():
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *gpu.BARE_TRAINING, *options))
