@@ -14,7 +14,13 @@ MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a
 
 
 class Refusal(Exception):
-    """Bad input. The message is one line for people: what is wrong, and what would be right."""
+    """Bad input. The message is one line for people: what is wrong, and what would be right.
+
+    Attributes:
+        steps: optimizer steps that were made before it was noticed.
+    """
+
+    steps = 0
 
 
 @dataclass(frozen=True)

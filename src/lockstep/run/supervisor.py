@@ -57,7 +57,8 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except BaseException as error:
-        if not isinstance(error, Refusal) or summary_of(folder) != before:  # a refusal leaves the summary alone
+        # a run that is refused before it has made a step leaves the summary alone
+        if not isinstance(error, Refusal) or error.steps > before.get("steps", 0):
             _conclude(config, splits, folder, before, error)
         raise
 
