@@ -14,13 +14,7 @@ MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a
 
 
 class Refusal(Exception):
-    """Bad input. The message is one line for people: what is wrong, and what would be right.
-
-    Attributes:
-        steps: optimizer steps that were made before it was noticed.
-    """
-
-    steps = 0
+    """Bad input. The message is one line for people: what is wrong, and what would be right."""
 
 
 @dataclass(frozen=True)

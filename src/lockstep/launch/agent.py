@@ -140,7 +140,7 @@ def _told_of_killed() -> Iterator[None]:
     that drew a bar has hidden the terminal's cursor."""
     try:
         yield
-    except (Interrupted, Refusal, WorkerFailed) as ended:
+    except (Interrupted, WorkerFailed) as ended:
         ended.steps = watchdog.steps()
         if sys.stderr.isatty():
             sys.stderr.write("\x1b[?25h")

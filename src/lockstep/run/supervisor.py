@@ -50,17 +50,22 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             "times float32's time; precision=auto takes 32-true here",
             file=sys.stderr,
         )
-    before = summary_of(folder)
+    before, saved = summary_of(folder), _saved(folder)
     try:
         from lockstep.run.accumulation import fitted
 
         config = fitted(config, splits, folder)
         return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
     except BaseException as error:
-        # a run that is refused before it has made a step leaves the summary alone
-        if not isinstance(error, Refusal) or error.steps > before.get("steps", 0):
+        if not isinstance(error, Refusal) or _saved(folder) != saved:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)
         raise
+
+
+def _saved(folder: Path) -> int | None:
+    """When the run's last checkpoint was written, in nanoseconds; None where there is none."""
+    last = folder / "checkpoints" / "last.ckpt"
+    return last.stat().st_mtime_ns if last.exists() else None
 
 
 def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path, restarts: int = 0) -> Any:
