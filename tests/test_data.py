@@ -263,7 +263,7 @@ def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     net = MnistCNN(channels=1, image_size=12, num_classes=3)
     sides = splits(arrays(9), evaluated=arrays(300, size=12))
     beats: list[int] = []
-    monkeypatch.setattr("lockstep.callbacks.heartbeat.beat", beats.append)
+    monkeypatch.setattr("lockstep.callbacks.ranks.beat", beats.append)
     for callbacks in ((), (Heartbeat(),)):
         assert not beats
         found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))

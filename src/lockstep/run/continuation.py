@@ -78,8 +78,10 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
     """What a user should know about the run that goes on."""
     if not resumed:
         return []
-    recorded = resumed["lockstep"]
+    recorded = resumed.get("lockstep")
     messages = [f"resumes after step {resumed['global_step']}"]
+    if recorded is None:  # saved on a signal, by a run without the checkpoint callback
+        return messages
     before = {**recorded["config"], "precision": recorded["precision"]}
     changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
     if changed:
