@@ -19,20 +19,21 @@ from project.data import image_folder
 # train.py, whose worker then tells of itself
 COMMAND = """
 import gc, sys
-import lockstep.run.training as training
-from lockstep.run import cli
+from lockstep.run import cli, supervisor
 from train import train
 
-fit = training.train
+in_workers = supervisor.run_in_workers
 
 def work(*args):
+    from lockstep.run.training import train as fit
+
     result = fit(*args)
     print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)
     print("IMPORTED", *sys.modules, flush=True)
     return result
 
 print("COLLECTS", gc.isenabled())
-training.train = work
+supervisor.run_in_workers = lambda _, *args: in_workers(work, *args)
 cli.command(train, "train")
 """
 
@@ -43,7 +44,31 @@ def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_
     assert "COLLECTS True True\n" in done.stdout
     imported = set(next(line for line in done.stdout.splitlines() if line.startswith("IMPORTED")).split())
     assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
-    assert not imported & {"sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
+    needless = {"sklearn", "pandas", "optuna", "onnx", "onnxruntime", "scipy.signal"}
+    assert not imported & needless, imported & needless
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scipy_signal_is_whole_for_whoever_wants_it(late: bool) -> None:
+    """After torchmetrics was imported, and for what imports it meanwhile."""
+    program = f"""
+import sys
+from lockstep.launch.interpreter import import_torchmetrics
+
+class Finder:
+    def find_spec(self, name, *args):
+        if name == "torchmetrics":
+            from scipy.signal import find_peaks
+
+sys.meta_path[:0] = [Finder()] if {late} else []
+import_torchmetrics()
+print("scipy.signal" in sys.modules, "torchmetrics" in sys.modules)
+import scipy.signal
+from scipy.signal import windows
+print(len(windows.hann(8)), scipy.signal.find_peaks([0, 1, 0])[0])
+"""
+    done = python(program)
+    assert done.stdout == f"{late} True\n8 [1]\n", done.stderr
 
 
 def test_leaving_loses_nothing(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class Pictures(Callback):
             raise Refusal(f"callbacks.pictures.seconds={seconds}: must be a number of at least 0")
         if isinstance(mistakes, bool) or not isinstance(mistakes, int) or mistakes < 1:
             raise Refusal(f"callbacks.pictures.mistakes={mistakes}: must be a whole number of at least 1")
-        self._seconds, self._next = seconds, 0.0  # when validation is drawn again
+        self._seconds, self._next = seconds, time.monotonic() + seconds  # when a validation is drawn
         self._most = mistakes
         self._hook: Any = None  # while it listens
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out

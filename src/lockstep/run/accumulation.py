@@ -22,11 +22,7 @@ from lockstep.step.memory import MIB, limit_memory, out_of_memory, peak_memory
 
 STEPS = 3  # the first one has no optimizer state yet
 LACKING = "the memory is out"  # how a worker tells its parent
-BELOW = (
-    "could not create",
-    "can't start new thread",
-    "Resource temporarily unavailable",
-)  # in oneDNN, threads
+BELOW = ("could not create", "bad_alloc", "can't start new thread", "Resource temporarily unavailable")  # not torch's
 
 
 def fitted(config: Config, splits: Splits, folder: Path) -> Config:

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.machine import computes_bf16
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
@@ -24,6 +25,7 @@ from lockstep.run.summary import conclude, progress, summarise, summary_of
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
     config = check(raw, given=given())
+    import_torchmetrics()
 
     from lockstep.callbacks import checkpoint_io
     from lockstep.run.opening import open_data

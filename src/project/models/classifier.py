@@ -73,12 +73,18 @@ class ImageClassifier(LightningModule):
         return {"loss": self.losses(logits, y).mean(), "acc": (logits.argmax(1) == labels).float().mean()}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._score(batch, "val")
+        self._score(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._score(batch, "test")
+        self._score(batch)
 
-    def _score(self, batch: Batch, stage: str) -> None:
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"val/{name}": score for name, score in self.scores.items()})
+
+    def on_test_epoch_end(self) -> None:
+        self.log_dict({f"test/{name}": score for name, score in self.scores.items()})
+
+    def _score(self, batch: Batch) -> None:
         x, y = batch
         logits = self(x)
         right = logits.argmax(1) == y
@@ -86,9 +92,7 @@ class ImageClassifier(LightningModule):
         if "acc_top5" in self.scores:
             found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
         for name, values in found.items():
-            score = cast(Metric, self.scores[name])
-            score.update(values)
-            self.log(f"{stage}/{name}", score)
+            cast(Metric, self.scores[name]).update(values)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits [n, num_classes]."""
