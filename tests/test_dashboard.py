@@ -84,9 +84,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
             assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
     assert all(any(re.search(p, f"train/loss{fork}") for p in charts["loss"]) for fork in ("_step", "_epoch"))
     shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
-    assert {"worker_speed/0", "worker_speed/1", "worker_memory/1", "worker_time/all_reduce", "val_class/2"} <= set(
-        shown
-    )
+    assert {"worker_speed/0", "worker_memory/1", "worker_time/all_reduce", "val_class/2"} <= set(shown)
     assert "workers/step_seconds" not in shown  # the control: not everything matches
 
 

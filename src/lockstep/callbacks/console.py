@@ -103,11 +103,8 @@ class Console(Callback):
         if metrics:
             path, step = weights_in_use(trainer)
             title = f"test ({Path(path).name if path else 'last weights'}, step {step})"
-            LOG.info(
-                _line(
-                    title, *(f"{name.removeprefix('test/')} {_short(float(value))}" for name, value in metrics.items())
-                )
-            )
+            values = [f"{name.removeprefix('test/')} {_short(float(value))}" for name, value in metrics.items()]
+            LOG.info(_line(title, *values))
 
     # --- lines ---
 

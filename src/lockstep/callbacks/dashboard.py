@@ -39,9 +39,9 @@ class Dashboard(Callback):
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        meter = find(trainer, above=self)
+        meter = find(trainer)
         if meter is None:
-            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one, above it")
+            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one")
         self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

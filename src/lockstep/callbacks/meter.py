@@ -40,11 +40,11 @@ class Meter(Callback):
     Attributes:
         latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/<name>` for what else the
             first step's `training_step` returned (means over the samples since the one before),
-            `workers/samples_per_second`, `workers/step_seconds` and `workers/data_wait_seconds` (of one step; the wait
-            is the slowest rank's), `workers/peak_gib` (largest of the ranks); of the step taken apart
-            `worker_time/data_wait`, `compute`, `all_reduce` and `other` (seconds, of the rank that waited least for
-            others); with several ranks `worker_speed/<rank>` (its samples a second of its own computing, in the step
-            taken apart) and `worker_memory/<rank>` (GiB).
+            `workers/samples_per_second`, `workers/step_seconds`, `workers/data_wait` (seconds of one step, the slowest
+            rank's), `workers/peak_gib` (largest of the ranks); of the step taken apart `worker_time/data_wait`,
+            `compute`, `all_reduce` and `other` (seconds, of the rank that waited least for others); with several ranks
+            `worker_speed/<rank>` (its samples a second of its own computing, in the step taken apart) and
+            `worker_memory/<rank>` (GiB).
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
@@ -182,7 +182,7 @@ class Meter(Callback):
             **{tag: float(mean) for tag, mean in _means(self._since).items()},
             "workers/samples_per_second": (self.samples_seen - samples) / elapsed,
             "workers/step_seconds": elapsed / took,
-            "workers/data_wait_seconds": float(rows[:, 0].max()),
+            "workers/data_wait": float(rows[:, 0].max()),
             "workers/peak_gib": float(rows[:, 2].max()),
             **_taken_apart(rows[:, 2:]),
         }
@@ -224,14 +224,10 @@ def _taken_apart(rows: Tensor) -> dict[str, float]:
     return {tag: value for tag, value in found.items() if value == value}  # nan where no step was taken apart
 
 
-def find(trainer: Trainer, above: Callback | None = None) -> Meter | None:
-    """The run's Meter, if it has one, among its callbacks or those that are listed above one of them."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if callback is above:
-            return None
-        if isinstance(callback, Meter):
-            return callback
-    return None
+def find(trainer: Trainer) -> Meter | None:
+    """The run's Meter, if it has one."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, Meter)), None)
 
 
 @contextlib.contextmanager
