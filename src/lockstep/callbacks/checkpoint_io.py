@@ -54,22 +54,19 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
 
     Raises:
-        CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code; a good one beside it is
-            offered.
+        CheckpointError: missing, cut off, damaged, of another kind, or holding code.
     """
     path = Path(path)
     if wrong := _fault(path):
-        raise CheckpointError(f"{path}: {wrong}{_offer(path)}")
+        raise CheckpointError(f"{path}: {wrong}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: can't be loaded as plain data and tensors ({reason[:120]}){_offer(path)}"
-        ) from error
+        raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(
-            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule{_offer(path)}"
+            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
         )
     return checkpoint
 
@@ -173,13 +170,6 @@ def _fault(path: Path) -> str:
         return "the file is damaged: its checksums do not match"
     code = _code(path)
     return f"refused, it holds code, not only data: {code}" if code else ""
-
-
-def _offer(path: Path) -> str:
-    """Names the newest good checkpoint of the same folder."""
-    others = [other for other in path.parent.glob("*.ckpt") if other != path]
-    others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
-    return next((f"; {other.name} beside it is whole" for other in others if not _fault(other)), "")
 
 
 def _code(path: str | Path | IO[bytes]) -> str:

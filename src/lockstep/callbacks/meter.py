@@ -19,6 +19,7 @@ from lockstep.callbacks.split import PARTS, StepSplit
 
 MOST_RANKS = 64  # more curves than that help nobody
 GIB = float(1 << 30)
+WARMUP = 10  # optimizer steps left out of `samples_per_second`, see `Speed`
 
 
 class Meter(Callback):
@@ -34,7 +35,6 @@ class Meter(Callback):
     Args:
         log_every: optimizer steps between two measurements.
         log_seconds: measure earlier where `log_every` steps would take longer than this.
-        warmup: optimizer steps left out of `samples_per_second`, see `Speed`.
         started: `time.time()` when the command began; None: when this object was made.
 
     Attributes:
@@ -51,9 +51,7 @@ class Meter(Callback):
         edge: when, by training's own clock, the loop last turned to its loader.
     """
 
-    def __init__(
-        self, log_every: int = 50, log_seconds: float = 30.0, warmup: int = 10, started: float | None = None
-    ) -> None:
+    def __init__(self, log_every: int = 50, log_seconds: float = 30.0, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
         self.fresh = False
         self.samples_seen = 0
@@ -65,7 +63,7 @@ class Meter(Callback):
         self._next = 1  # optimizer step to be measured next
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
         self._waited = 0.0  # seconds since then
-        self._speed = Speed(warmup)
+        self._speed = Speed(WARMUP)
         self._split = StepSplit()
         self._names: list[str] = []  # of what training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # by steps not yet added up, and their samples here
