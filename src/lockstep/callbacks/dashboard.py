@@ -48,11 +48,11 @@ class Dashboard(Callback):
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger):
+            if isinstance(logger, TensorBoardLogger):
+                with aside(trainer):
+                    first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
+            else:
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
-        for board in first_page.boards(trainer):
-            with aside(trainer):
-                first_page.write(board.experiment, trainer.global_step, self._config, self._headline)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):
