@@ -72,9 +72,9 @@ def test_a_flipped_byte_is_found_or_changes_nothing(saved: Path) -> None:
     ("content", "reason"),
     [
         (None, "no such file"),
-        (b"", "empty"),
-        (b"epoch,step,loss\n", "not a checkpoint"),
-        (pickle.dumps({"state_dict": {}}), "not a checkpoint"),
+        (b"", "none that torch.save wrote"),
+        (b"epoch,step,loss\n", "none that torch.save wrote"),
+        (pickle.dumps({"state_dict": {}}), "none that torch.save wrote"),
         (0.5, "cut off"),
     ],
 )

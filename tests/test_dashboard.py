@@ -84,11 +84,11 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
             assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
     assert all(any(re.search(p, f"train/loss{fork}") for p in charts["loss"]) for fork in ("_step", "_epoch"))
     shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
-    assert {"rank_speed/0", "rank_speed/1", "rank_memory/1", "split/all_reduce", "val_class/2"} <= set(shown)
-    assert "time/step" not in shown  # the control: not everything matches
+    assert {"worker_speed/0", "worker_memory/1", "worker_time/all_reduce", "val_class/2"} <= set(shown)
+    assert "workers/step_seconds" not in shown  # the control: not everything matches
 
 
-def test_the_run_as_text_and_graph(board: Board) -> None:
+def test_the_run_as_text(board: Board) -> None:
     about, config = (
         [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]
         for tag in ("about/text_summary", "config/text_summary")
@@ -96,8 +96,6 @@ def test_the_run_as_text_and_graph(board: Board) -> None:
     assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr 0.03" in about[0]
     told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
     assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["meter"]["log_seconds"]) == (32, "ddp", 30)
-    nodes = {node.op for node in board.events.Graph().node}
-    assert {"aten::_convolution", "aten::linear"} <= nodes
 
 
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board) -> None:
@@ -109,19 +107,19 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board
     assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
     columns = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
     metrics = {info.name.tag for info in columns.metric_infos}
-    assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "throughput/samples_per_second"}
-    for name in metrics - {"throughput/samples_per_second"}:
+    assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
+    for name in metrics - {"workers/samples_per_second"}:
         assert board.curve(name)[-1] == (18, float(np.float32(ddp.summary["metrics"][name])))
     assert not [path for path in (ddp.folder / "tensorboard").iterdir() if path.is_dir()], "one run, one entry"
 
 
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
-    assert {f"{kind}/{split}" for kind in ("confusion", "mistakes") for split in ("val", "test")} <= set(
+    assert {f"{split}_pictures/{kind}" for kind in ("confusion", "mistakes") for split in ("val", "test")} <= set(
         board.tags["images"]
     )
-    drawn = [event.step for event in board.events.Images("confusion/val")]
+    drawn = [event.step for event in board.events.Images("val_pictures/confusion")]
     assert drawn == [12, 18], "the last validation, of both lives"
-    assert board.image("confusion/test").std() > 10, "not a blank page"
+    assert board.image("test_pictures/confusion").std() > 10, "not a blank page"
     for name in range(3):
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
         assert [step for step, _ in board.curve(f"test_class/{name}")] == [12, 18]
@@ -143,13 +141,13 @@ def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program)
         found = Board(folder / "tensorboard")
         pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
         classes = {tag: found.curve(tag) for tag in found.tags["scalars"] if tag.startswith("test_class")}
-        assert "confusion/test" in pictures
+        assert "test_pictures/confusion" in pictures
         assert classes
         shown.append((pictures, classes))
     large, small = shown[::2], shown[1::2]
     assert all(other == large[0] for other in large)
     assert all(other == small[0] for other in small)
-    assert large[0][0]["confusion/test"] != small[0][0]["confusion/test"]  # the control
+    assert large[0][0]["test_pictures/confusion"] != small[0][0]["test_pictures/confusion"]  # the control
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------
@@ -207,5 +205,5 @@ def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     trainer.test(module, datamodule=DataModule(data, layout, seed=0), verbose=False)
     assert not module._forward_hooks
     tags = Board(tmp_path / "tensorboard").tags
-    assert ("confusion/test" in tags["images"]) is drawn
+    assert ("test_pictures/confusion" in tags["images"]) is drawn
     assert ("test_class/0" in tags["scalars"]) is drawn

@@ -115,7 +115,7 @@ def test_a_callback_ends_the_run(followed: list[Path]) -> None:
 def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
     with (followed[7] / "table" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {"train/loss", "val/acc", "throughput/samples_per_second", "lr"} <= set(rows[0])
+    assert {"train/loss", "val/acc", "workers/samples_per_second", "train/lr"} <= set(rows[0])
     assert not (followed[7] / "tensorboard").exists()
 
 

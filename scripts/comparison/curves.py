@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 TAGS = {
     "train/loss": ("train/loss", "train/loss_step", "train/loss_epoch"),
     "val/acc": ("val/acc",),
-    "memory/peak_gib": ("memory/peak_gib",),
+    "workers/peak_gib": ("workers/peak_gib",),
 }
 NAMES = [name for names in TAGS.values() for name in names]
 Point = tuple[float, float, float]  # optimizer step, seconds, value

@@ -87,7 +87,7 @@ class Group:
     @property
     def memory(self) -> float | None:
         """Largest process, GiB."""
-        curves = (run.curves.get("memory/peak_gib") for run in self.completed)
+        curves = (run.curves.get("workers/peak_gib") for run in self.completed)
         peaks = [curve.values.max() for curve in curves if curve]
         return float(max(peaks)) if peaks else None
 

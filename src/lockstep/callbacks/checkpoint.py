@@ -52,8 +52,6 @@ class Checkpoint(LightningCheckpoint):
     ) -> None:
         if mode not in ("max", "min"):
             raise Refusal(f"callbacks.checkpoint.mode={mode}: must be max or min")
-        if every is not None and every < 1:
-            raise Refusal(f"callbacks.checkpoint.every={every}: must be a whole number of at least 1, or null")
         self.best_score: float | None = None
         self.seconds = 0.0
         self.saved = -1

@@ -54,22 +54,19 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
 
     Raises:
-        CheckpointError: missing, empty, cut off, damaged, of another kind, or holding code; a good one beside it is
-            offered.
+        CheckpointError: missing, cut off, damaged, of another kind, or holding code.
     """
     path = Path(path)
     if wrong := _fault(path):
-        raise CheckpointError(f"{path}: {wrong}{_offer(path)}")
+        raise CheckpointError(f"{path}: {wrong}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path}: can't be loaded as plain data and tensors ({reason[:120]}){_offer(path)}"
-        ) from error
+        raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(
-            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule{_offer(path)}"
+            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
         )
     return checkpoint
 
@@ -159,34 +156,20 @@ def _copy(tensor: Tensor) -> Tensor:
 def _fault(path: Path) -> str:
     """What is wrong with a file, without loading it."""
     try:
-        with open(path, "rb") as file:
-            start = file.read(4)
-    except FileNotFoundError:
-        return "no such file"
-    except OSError as error:
-        return f"can't be read ({error.strerror})"
-    if not start:
-        return "the file is empty"
-    if start != b"PK\x03\x04":
-        return "not a checkpoint (not a file that torch.save wrote)"
-    try:
-        if not zipfile.is_zipfile(path):
-            return f"the file is cut off: its end is missing after {path.stat().st_size:,} bytes"
         with zipfile.ZipFile(path) as archive:
             whole = archive.testzip() is None
-    except Exception:  # BadZipFile, OSError, struct.error, zlib.error, RuntimeError: whatever the damage leads to
+    except FileNotFoundError:
+        return "no such file"
+    except zipfile.BadZipFile:
+        return "the file is cut off, or none that torch.save wrote"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    except Exception:  # struct.error, zlib.error, RuntimeError: whatever the damage leads to
         whole = False
     if not whole:
         return "the file is damaged: its checksums do not match"
     code = _code(path)
     return f"refused, it holds code, not only data: {code}" if code else ""
-
-
-def _offer(path: Path) -> str:
-    """Names the newest good checkpoint of the same folder."""
-    others = [other for other in path.parent.glob("*.ckpt") if other != path]
-    others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
-    return next((f"; {other.name} beside it is whole" for other in others if not _fault(other)), "")
 
 
 def _code(path: str | Path | IO[bytes]) -> str:

@@ -7,19 +7,20 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console as Screen
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import Meter, find
 from lockstep.step.loop import is_last_step
 
 LOG = logging.getLogger("lockstep")
+BAR = "{desc} {bar} {n_fmt}/{total_fmt}{postfix} {remaining}"
 
 
 class Console(Callback):
@@ -32,14 +33,19 @@ class Console(Callback):
         bar: whether to draw the bar; None: when standard error is a terminal.
         refresh_seconds: least time between two redraws of the bar.
         line_seconds: least time between two lines inside an epoch, where there is no bar.
+        every_epochs: epochs between two lines; the last has one always.
     """
 
-    def __init__(self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0) -> None:
+    def __init__(
+        self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0, every_epochs: int = 1
+    ) -> None:
         self._wants_bar = sys.stderr.isatty() if bar is None else bar
         self._pause = refresh_seconds if self._wants_bar else line_seconds
+        self._every_epochs = every_epochs
         self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
         self._meter: Meter | None = None
-        self._bar: Progress | None = None
+        self._bar: Any = None
+        self._drawing = contextlib.ExitStack()  # while it stands, log lines are written above it
         self._ended: str | None = None  # an epoch whose line is not out yet
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,10 +54,13 @@ class Console(Callback):
         self._meter = find(trainer)
         self._next = time.monotonic() + self._pause
         if self._wants_bar:
-            self._start_bar(trainer)
+            self._drawing.enter_context(logging_redirect_tqdm([LOG]))
+            steps = {"total": _total_steps(trainer), "initial": trainer.global_step}
+            self._bar = self._drawing.enter_context(tqdm(**steps, bar_format=BAR, leave=False, dynamic_ncols=True))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._say_epoch(trainer)
+        if trainer.current_epoch % self._every_epochs == 0:
+            self._say_epoch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -62,10 +71,9 @@ class Console(Callback):
         latest = self._meter.latest if self._meter else {}
         train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
         if self._bar:
-            shown = _line(_metrics(train).replace("train/", ""), self._speed())
-            task = self._bar.task_ids[0]
-            epoch, step = _epoch(trainer), trainer.global_step
-            self._bar.update(task, completed=step, description=epoch, shown=shown, refresh=True)
+            self._bar.n = trainer.global_step
+            self._bar.set_description_str(_epoch(trainer), refresh=False)
+            self._bar.set_postfix_str(_line(_metrics(train).replace("train/", ""), self._speed()))
         else:
             place = f"step {trainer.global_step}/{_total_steps(trainer)}"
             LOG.info(_line(_epoch(trainer), place, _metrics(train), self._speed()))
@@ -91,14 +99,12 @@ class Console(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        metrics = trainer.callback_metrics
-        names = [name for name in metrics if name.startswith("test/")]
-        if names:
-            cells = [(name.removeprefix("test/"), _short(float(metrics[name]))) for name in names]
+        metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
+        if metrics:
             path, step = weights_in_use(trainer)
             title = f"test ({Path(path).name if path else 'last weights'}, step {step})"
-            for number, first in enumerate((title, " " * len(title))):  # the names, and their values below
-                LOG.info(_line(first, *(cell[number].rjust(max(map(len, cell))) for cell in cells)))
+            values = [f"{name.removeprefix('test/')} {_short(float(value))}" for name, value in metrics.items()]
+            LOG.info(_line(title, *values))
 
     # --- lines ---
 
@@ -114,38 +120,9 @@ class Console(Callback):
         speed = self._meter.samples_per_second if self._meter else None
         return f"{speed:,.0f} samples/s" if speed else ""
 
-    # --- the bar ---
-
-    def _start_bar(self, trainer: Trainer) -> None:
-        columns = (
-            "{task.description}",
-            BarColumn(None),
-            MofNCompleteColumn(),
-            "{task.fields[shown]}",
-            TimeRemainingColumn(),
-        )
-        # No refreshing thread: it would compete with the step for the interpreter.
-        self._bar = Progress(*columns, console=Screen(stderr=True), auto_refresh=False, transient=True, expand=True)
-        self._bar.add_task(_epoch(trainer), total=_total_steps(trainer), completed=trainer.global_step, shown="")
-        with _following_stderr():
-            self._bar.start()
-
     def _stop_bar(self) -> None:
-        if self._bar:
-            with _following_stderr():
-                self._bar.stop()
-            self._bar = None
-        self._next = math.inf
-
-
-@contextlib.contextmanager
-def _following_stderr() -> Iterator[None]:
-    """While a bar is drawn, rich replaces `sys.stderr` by one that writes above it: log handlers must follow."""
-    before = sys.stderr
-    yield
-    for handler in LOG.handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-            handler.setStream(sys.stderr)
+        self._drawing.close()
+        self._bar, self._next = None, math.inf
 
 
 def _total_steps(trainer: Trainer) -> int:

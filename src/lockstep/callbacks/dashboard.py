@@ -20,10 +20,10 @@ HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
 class Dashboard(Callback):
     """Writes to the Trainer's loggers, from rank zero, whenever `Meter` has measured: what `Meter.latest` holds, and
-    `lr` and `grad_norm` (global norm of the step's gradient after all sums, before clipping) of the step measured.
+    `train/lr` and `train/grad_norm` (global norm of the step's gradient after all sums, before clipping) of that step.
 
-    TensorBoard also gets what `first_page` has: the page of curves that matter, start-up line and config as text, the
-    model's graph, a row of the HParams page. Other loggers get the hyper-parameters of that row.
+    TensorBoard also gets what `first_page` has: the page of curves that matter, start-up line and config as text, a row
+    of the HParams page. Other loggers get the hyper-parameters of that row.
 
     Args:
         config: resolved config, plain containers.
@@ -32,35 +32,33 @@ class Dashboard(Callback):
     """
 
     def __init__(self, config: Mapping[str, Any], headline: str, histograms: bool = False) -> None:
-        if not isinstance(histograms, bool):
-            raise Refusal(f"callbacks.dashboard.histograms={histograms}: must be true or false")
         self._config = config
         self._headline = headline
         self._histograms = histograms
         self._next_histograms = 0.0
-        self._graph_drawn = False
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        meter = find(trainer, above=self)
+        meter = find(trainer)
         if meter is None:
-            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one, above it")
+            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one")
         self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if not isinstance(logger, TensorBoardLogger):
+            if isinstance(logger, TensorBoardLogger):
+                with aside(trainer):
+                    first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
+            else:
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
-        for board in first_page.boards(trainer):
-            with aside(trainer):
-                first_page.write(board.experiment, trainer.global_step, self._config, self._headline)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):
             gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            self._step = {"lr": optimizer.param_groups[0]["lr"], "grad_norm": torch.nn.utils.get_total_norm(gradients)}
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}
             if self._histograms and time.monotonic() >= self._next_histograms:
                 self._next_histograms = time.monotonic() + HISTOGRAM_SECONDS
                 self._add_histograms(trainer, pl_module)
@@ -75,20 +73,9 @@ class Dashboard(Callback):
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
             for logger in trainer.loggers:
-                logger.log_metrics(shown, trainer.global_step)
+                logger.log_metrics({"epoch": trainer.current_epoch, **shown}, trainer.global_step)
                 if not isinstance(logger, TensorBoardLogger):  # which writes by itself
                     logger.save()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not self._graph_drawn:  # not earlier: nobody waits for it before the first step
-            self._graph_drawn = True
-            with aside(trainer):
-                for board in first_page.boards(trainer):
-                    first_page.add_graph(board.experiment, trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for board in first_page.boards(trainer) if trainer.is_global_zero else []:
-            first_page.end(board.experiment)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # What was drawn before a checkpoint is never drawn again, so it must be on the disk.

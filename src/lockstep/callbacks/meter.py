@@ -19,6 +19,7 @@ from lockstep.callbacks.split import PARTS, StepSplit
 
 MOST_RANKS = 64  # more curves than that help nobody
 GIB = float(1 << 30)
+WARMUP = 10  # optimizer steps left out of `samples_per_second`, see `Speed`
 
 
 class Meter(Callback):
@@ -34,26 +35,23 @@ class Meter(Callback):
     Args:
         log_every: optimizer steps between two measurements.
         log_seconds: measure earlier where `log_every` steps would take longer than this.
-        warmup: optimizer steps left out of `samples_per_second`, see `Speed`.
         started: `time.time()` when the command began; None: when this object was made.
 
     Attributes:
         latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/<name>` for what else the
             first step's `training_step` returned (means over the samples since the one before),
-            `throughput/samples_per_second`, `time/step` and `time/data_wait` (seconds of one step; the wait is the
-            slowest rank's), `memory/peak_gib` (largest of the ranks); of the step taken apart `split/data_wait`,
-            `split/compute`, `split/all_reduce` and `split/other` (seconds, of the rank that waited least for others);
-            with several ranks `rank_speed/<rank>` (its samples a second of its own computing, in the step taken apart)
-            and `rank_memory/<rank>` (GiB).
+            `workers/samples_per_second`, `workers/step_seconds`, `workers/data_wait` (seconds of one step, the slowest
+            rank's), `workers/peak_gib` (largest of the ranks); of the step taken apart `worker_time/data_wait`,
+            `compute`, `all_reduce` and `other` (seconds, of the rank that waited least for others); with several ranks
+            `worker_speed/<rank>` (its samples a second of its own computing, in the step taken apart) and
+            `worker_memory/<rank>` (GiB).
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
         edge: when, by training's own clock, the loop last turned to its loader.
     """
 
-    def __init__(
-        self, log_every: int = 50, log_seconds: float = 30.0, warmup: int = 10, started: float | None = None
-    ) -> None:
+    def __init__(self, log_every: int = 50, log_seconds: float = 30.0, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
         self.fresh = False
         self.samples_seen = 0
@@ -65,7 +63,7 @@ class Meter(Callback):
         self._next = 1  # optimizer step to be measured next
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
         self._waited = 0.0  # seconds since then
-        self._speed = Speed(warmup)
+        self._speed = Speed(WARMUP)
         self._split = StepSplit()
         self._names: list[str] = []  # of what training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # by steps not yet added up, and their samples here
@@ -180,10 +178,10 @@ class Meter(Callback):
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
             **{tag: float(mean) for tag, mean in _means(self._since).items()},
-            "throughput/samples_per_second": (self.samples_seen - samples) / elapsed,
-            "time/step": elapsed / took,
-            "time/data_wait": float(rows[:, 0].max()),
-            "memory/peak_gib": float(rows[:, 2].max()),
+            "workers/samples_per_second": (self.samples_seen - samples) / elapsed,
+            "workers/step_seconds": elapsed / took,
+            "workers/data_wait": float(rows[:, 0].max()),
+            "workers/peak_gib": float(rows[:, 2].max()),
             **_taken_apart(rows[:, 2:]),
         }
         self._waited, self._since = 0.0, {}
@@ -216,22 +214,18 @@ def _taken_apart(rows: Tensor) -> dict[str, float]:
     """Tags of one step from each rank's memory, seconds by part and samples, [ranks, 6]."""
     memory, parts, samples = rows[:, 0], dict(zip(PARTS, rows[:, 1:-1].T, strict=True)), rows[:, -1]
     slowest = int(parts["all_reduce"].argmin())  # the others' all-reduce is mostly waiting for this one
-    found = {f"split/{name}": float(seconds[slowest]) for name, seconds in parts.items()}
+    found = {f"worker_time/{name}": float(seconds[slowest]) for name, seconds in parts.items()}
     if 1 < len(rows) <= MOST_RANKS:
         speeds = samples / parts["compute"].clamp(min=1e-9)
-        found |= {f"rank_speed/{rank}": speed for rank, speed in enumerate(speeds.tolist())}
-        found |= {f"rank_memory/{rank}": gib for rank, gib in enumerate(memory.tolist())}
+        found |= {f"worker_speed/{rank}": speed for rank, speed in enumerate(speeds.tolist())}
+        found |= {f"worker_memory/{rank}": gib for rank, gib in enumerate(memory.tolist())}
     return {tag: value for tag, value in found.items() if value == value}  # nan where no step was taken apart
 
 
-def find(trainer: Trainer, above: Callback | None = None) -> Meter | None:
-    """The run's Meter, if it has one, among its callbacks or those that are listed above one of them."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if callback is above:
-            return None
-        if isinstance(callback, Meter):
-            return callback
-    return None
+def find(trainer: Trainer) -> Meter | None:
+    """The run's Meter, if it has one."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, Meter)), None)
 
 
 @contextlib.contextmanager

@@ -127,7 +127,7 @@ class Pictures(Callback):
             self._mistakes.draw(figure.add_subplot())
         for name, figure in figures.items():
             for board in boards(trainer):
-                board.experiment.add_figure(f"{name}/{split}", figure, trainer.global_step)
+                board.experiment.add_figure(f"{split}_pictures/{name}", figure, trainer.global_step)
 
 
 Mistake = tuple[float, int, int, float, NDArray[np.uint8]]

@@ -10,8 +10,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from lockstep.arithmetic.layout import Refusal
-
 LOG = logging.getLogger("lockstep")
 
 
@@ -27,9 +25,6 @@ class Profile(Callback):
     """
 
     def __init__(self, folder: str | Path, skip: int = 3, steps: int = 8, rows: int = 15) -> None:
-        for name, value in (("skip", skip), ("steps", steps), ("rows", rows)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise Refusal(f"callbacks.profile.{name}={value}: must be a whole number of at least 1")
         self._folder = Path(folder) / "profile"
         self._skip, self._steps, self._rows = skip, steps, rows
         self._profiler: profile | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,10 +82,8 @@ class ResumeState(pl.Callback):
 
 def _after(schedule: Any, steps: int) -> dict[str, Any]:
     """A schedule's state after so many steps, and its optimizer's learning rates with it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch: that the optimizer has not made them
-        for _ in range(steps):
-            schedule.step()
+    for _ in range(steps):
+        schedule.step()
     state: dict[str, Any] = schedule.state_dict()
     return state
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
@@ -150,7 +150,7 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
         found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
         return default_collate(found) if isinstance(found, list) else found
     items = []
-    with _random_state_kept():
+    with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
@@ -160,14 +160,3 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
                 return dataset.__getitems__(ids)
             items += found
     return default_collate(items)
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])

@@ -54,7 +54,7 @@ class FolderDataset:
         found = [_images(root, name) for name in self.classes]
         empty = [name for name, names in zip(self.classes, found, strict=True) if not names]
         if empty:
-            raise Refusal(f"image_folder: no image in {root / empty[0]}{_more(empty)}; known: {', '.join(EXTENSIONS)}")
+            raise Refusal(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
         # Arrays, not lists: counting references to a million strings would copy their memory into every worker.
         self.names: NDArray[np.str_] = np.array([name for names in found for name in names])
         self.labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
@@ -184,7 +184,7 @@ def image_folder(
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
     absent = [name for name in ("train", "test") if not (root / name).is_dir()]
     if absent:
-        raise Refusal(f"image_folder: there is no {root / absent[0]}{_more(absent)}; data_dir should {WANTED}")
+        raise Refusal(f"image_folder: there is no {root / absent[0]}; data_dir should {WANTED}")
     names = [name for name in ("train", "test", "val") if (root / name).is_dir()]
     parts = {name: FolderDataset(root / name, image_size, channels) for name in names}
     train = parts["train"]
@@ -194,7 +194,7 @@ def image_folder(
     for name, part in parts.items():
         if differing := sorted(set(train.classes) ^ set(part.classes)):
             has = "train" if differing[0] in train.classes else name
-            odd = f"only {has}/ has {differing[0]}{_more(differing)}"
+            odd = f"only {has}/ has {differing[0]}"
             raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     check_headers(list(parts.values()))
     return Source(
@@ -210,19 +210,16 @@ def check_headers(parts: Sequence[FolderDataset]) -> None:
     """
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
-    broken = []
     for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
         try:
             with Image.open(path) as image:
-                if _too_deep(image):
-                    broken.append((path, "has " + DEEP))
+                too_deep = _too_deep(image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            broken.append((path, "can't be read as an image: repair or remove it"))
+            raise Refusal(f"image_folder: {path} can't be read as an image: repair or remove it") from None
+        if too_deep:
+            raise Refusal(f"image_folder: {path} has {DEEP}")
         if time.monotonic() > stop:
             break
-    if broken:
-        path, why = broken[0]
-        raise Refusal(f"image_folder: {path}{_more(broken)} {why}")
 
 
 def _images(root: Path, name: str) -> list[str]:
@@ -237,7 +234,3 @@ def _images(root: Path, name: str) -> list[str]:
         images = (file for file in files if file.lower().endswith(EXTENSIONS))
         found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
     return sorted(found)
-
-
-def _more(found: Sequence[object]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
