@@ -24,6 +24,19 @@ OPPONENTS = ROOT / "scripts" / "bench" / "opponents"
 TRAIN = ("src/train.py", "+callbacks.turns={_target_: turn_callback.Turn}")
 
 
+def program(*command: str) -> str:
+    """Runs a Python program from its start to its end, and returns what it printed.
+
+    Raises:
+        RuntimeError: it failed; with the last of what it said.
+    """
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
 @dataclass
 class Outcome:
     """What a player did.
@@ -90,11 +103,9 @@ def play(
     skip: int = 2,
     save_at: int = 0,
     threads: int = 1,
-    warm_up: bool = True,
-    heats: Sequence[Sequence[str]] = (),
     folder: Path,
 ) -> dict[str, Outcome]:
-    """Blocks of every player, interleaved: each round each has one, in another order.
+    """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
 
     Args:
         commands: arguments to Python, by player; a player of several programs runs them at once.
@@ -103,8 +114,6 @@ def play(
         games: times that all is started anew, since where a process's memory happens to lie moves its speed.
         skip: first steps of a block that don't count, since caches are cold after the others' turns.
         threads: OMP_NUM_THREADS.
-        warm_up: one round more, before those that count.
-        heats: groups of players of which only the fastest plays on after the warm-up; the others have no outcome.
     """
     found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
     paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
@@ -120,19 +129,13 @@ def play(
                     teams[name].append(Player(name, command, environment, f"{steps},{skip}", errors))
             for player in itertools.chain(*teams.values()):
                 player.answer()
-            for number in range(-warm_up, rounds):
-                took = {}
+            for counts in (False, *[True] * rounds):
                 for name in order.sample(list(found), len(found)):
                     for player in teams[name]:
                         player.go()
-                    took[name] = max(sum(player.answer()["seconds"][skip:]) for player in teams[name])
-                if number >= 0:
-                    for name, seconds in took.items():
-                        found[name].blocks.append(seconds)
-                    continue
-                for heat in heats:
-                    for slower in set(heat) - {min(heat, key=took.__getitem__)}:
-                        found.pop(slower, None)
+                    took = max(sum(player.answer()["seconds"][skip:]) for player in teams[name])
+                    if counts:
+                        found[name].blocks.append(took)
         finally:
             for player in itertools.chain(*teams.values()):
                 player.end()

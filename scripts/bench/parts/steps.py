@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from parts.players import OPPONENTS, TRAIN, Command, Outcome, Row, faster, play, row
 from parts.traces import traced
@@ -27,19 +28,18 @@ class Case:
     skip: int  # of these, that don't count
     games: int
     rounds: int  # of each game
-    warm_up: bool  # a round more, which does not count
     save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
     apart: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
 
 
-SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, True, 10, (1e-3, 0.3))
-LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, False, 2, (5e-2, 0.5))
+SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
+LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
 CASES = {case.model: case for case in (SMALL_CASE, LARGE_CASE)}
 STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
 
 PIECES = 8
 PIECES_CASES = (
-    replace(SMALL_CASE, batch=256, steps=20, games=3, warm_up=False),
+    replace(SMALL_CASE, batch=256, steps=20, games=3),
     replace(LARGE_CASE, batch=128, data=COLOURED | {"samples": 5000}, steps=3, skip=1, rounds=3),
 )
 CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # against one piece; exact against not
@@ -64,16 +64,8 @@ def race(
     Raises:
         RuntimeError: the sides do not compute the same.
     """
-    found = play(
-        sides,
-        case.rounds,
-        case.steps,
-        games=case.games,
-        skip=case.skip,
-        save_at=case.save_at,
-        warm_up=case.warm_up,
-        folder=folder,
-    )
+    options: dict[str, Any] = {"games": case.games, "skip": case.skip, "save_at": case.save_at, "folder": folder}
+    found = play(sides, case.rounds, case.steps, **options)
     apart = {}
     for side, (other, limit) in (same or {}).items():
         assert task is not None
