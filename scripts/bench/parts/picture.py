@@ -22,17 +22,17 @@ def draw(folder: Path, path: Path) -> bool:
         return False
     shares = [_share(row, row["ratio"]) for row in rows]
     figure, axes = pyplot.subplots(figsize=(12.5, 0.24 * len(rows) + 1.4), layout="constrained")
-    bars = axes.barh(range(len(rows)), shares, color=[_colour(row) for row in rows], alpha=0.55)
+    axes.barh(range(len(rows)), shares, color=[_colour(row) for row in rows], alpha=0.55)
     for at, row in enumerate(rows):
         if row["spread"]:
             axes.plot([_share(row, end) for end in row["spread"]], [at, at], color="black", linewidth=1.3)
         if row["goal"] is not None:
             axes.plot([_share(row, row["goal"])] * 2, [at - 0.36, at + 0.36], color="black", linewidth=2.4)
-    axes.bar_label(bars, [_numbers(row) for row in rows], padding=28, fontsize=7)
+        axes.text(1.01, at, _numbers(row), transform=axes.get_yaxis_transform(), va="center", fontsize=7)
     axes.axvline(1, color="black", linewidth=0.9)
     axes.set_yticks(range(len(rows)), [row["what"] for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.margins(x=0.35, y=0.01)
+    axes.margins(y=0.01)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
@@ -69,8 +69,7 @@ def _share(row: Row, ratio: float) -> float:
 
 
 def _numbers(row: Row) -> str:
-    ours, other = (
-        f"{1000 * row[side]:.3g} ms" if row[side] < 1 else f"{row[side]:.3g} s" for side in ("ours", "other")
-    )
+    sides = row["ours"], row["other"]
+    ours, other = (f"{1000 * side:.3g} ms" if side < 1 else f"{side:.3g} s" for side in sides)
     goal = "" if row["goal"] is None else f", goal {_share(row, row['goal']):.0%}"
     return f"{_share(row, row['ratio']):.0%}: {ours} against {other}{goal}"
