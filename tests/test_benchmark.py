@@ -86,9 +86,9 @@ def test_both_sides_make_the_same_steps_and_another_order_is_found(tmp_path: Pat
     found = play(commands, rounds=0, steps=case.save_at, save_at=case.save_at, folder=tmp_path)
     apart = {side: steps.distance(task, found["plain"].weights, found[side].weights) for side in found}
     assert apart["plain"] == 0
-    assert apart["ours"] < case.apart[0]
-    assert apart["levers"] < case.apart[0]
-    assert apart["wrong"] > 100 * case.apart[0]
+    assert apart["ours"] < case.limits[0]
+    assert apart["levers"] < case.limits[0]
+    assert apart["wrong"] > 100 * case.limits[0]
 
 
 def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:

@@ -19,7 +19,7 @@ from lockstep.run.config import check, gpu_count
 from lockstep.run.library import compose
 
 TINY = replace(
-    gpu.GPU_CASES[0], batch=16, data=gpu.SMALL | {"samples": 600}, steps=4, rounds=1, apart=(1e-3, 0.5), save_at=2
+    gpu.GPU_CASES[0], batch=16, data=gpu.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
 )
 
 

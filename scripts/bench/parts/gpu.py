@@ -14,10 +14,10 @@ from parts.players import OPPONENTS, Row, row
 from parts.steps import BF16, CASES, COLOURED, SMALL, Case, make_task, race
 from parts.traces import traced
 
-APART = (0.1, 0.5)  # most that weights may differ: float32 (convolutions in TF32, kernels chosen by timing), bf16
+LIMITS = (0.1, 0.5)  # most that weights may differ: float32 (convolutions in TF32, kernels chosen by timing), bf16
 GPU_CASES = [
     # nine tenths are trained on: without a short tail, and longer than all blocks, since an epoch's end saves
-    replace(CASES[model], batch=batch, data=data | {"samples": samples}, steps=steps, games=1, rounds=5, apart=APART)
+    replace(CASES[model], batch=batch, data=data | {"samples": samples}, steps=steps, games=1, rounds=5, limits=LIMITS)
     for model, data in (("mnist_cnn", SMALL), ("resnet18", COLOURED))
     for batch, steps, samples in ((128, 100, 102_400), (1024, 20, 143_360))
 ]
@@ -64,12 +64,12 @@ def measure(case: Case, folder: Path, device: str = "cuda", ours: Mapping[str, t
     loop = [str(OPPONENTS / "bare_loop.py"), "--task", str(task), "--device", device]
     sides = {side: [[*command, *options]] for side, options in ours.items()}
     sides |= {side: [[*loop, *options]] for side, options in BARE.items()}
-    same = {side: ("the plain loop", case.apart["tuned" in side or side == BF16]) for side in sides}
-    found, apart = race(case, sides, folder, same, task)
+    same = {side: ("the plain loop", case.limits["tuned" in side or side == BF16]) for side in sides}
+    found, off = race(case, sides, folder, same, task)
     seconds = {side: [took / (case.steps - case.skip) for took in outcome.blocks] for side, outcome in found.items()}
     what = f"{case.model}, batch {case.batch}"
     return [
-        row(f"{what}: {side} against {other}", seconds[side], seconds[other], goal, check=f"{apart[side]:.1e} apart")
+        row(f"{what}: {side} against {other}", seconds[side], seconds[other], goal, check=f"{off[side]:.1e} apart")
         for side, other, goal in RATIOS
         if side in found
     ]

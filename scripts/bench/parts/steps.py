@@ -29,7 +29,7 @@ class Case:
     games: int
     rounds: int  # of each game
     save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
-    apart: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
+    limits: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
 
 
 SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
@@ -66,14 +66,14 @@ def race(
     """
     options: dict[str, Any] = {"games": case.games, "skip": case.skip, "save_at": case.save_at, "folder": folder}
     found = play(sides, case.rounds, case.steps, **options)
-    apart = {}
+    distances = {}
     for side, (other, limit) in (same or {}).items():
         assert task is not None
-        apart[side] = distance(task, found[other].weights, found[side].weights)
-        if not apart[side] <= limit:
-            weights = f"the weights of {side!r} are {apart[side]:.1%} of their way off"
+        distances[side] = distance(task, found[other].weights, found[side].weights)
+        if not distances[side] <= limit:
+            weights = f"the weights of {side!r} are {distances[side]:.1%} of their way off"
             raise RuntimeError(f"{case.model}: after {case.save_at} steps {weights}")
-    return found, apart
+    return found, distances
 
 
 def step(folder: Path) -> list[Row]:
@@ -86,12 +86,12 @@ def _step(case: Case, folder: Path) -> list[Row]:
     bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task)]
     sides = {"ours": [ours], "bf16": [[*ours, BF16]], "plain": [bare], "levers": [[*bare, "--levers"]]}
     sides["plain again"] = [bare]
-    same = {side: ("plain", case.apart[side == "bf16"]) for side in sides}
-    found, apart = race(case, sides, folder, same, task)
+    same = {side: ("plain", case.limits[side == "bf16"]) for side in sides}
+    found, distances = race(case, sides, folder, same, task)
     blocks = {side: [took / (case.steps - case.skip) for took in outcome.blocks] for side, outcome in found.items()}
     what, (plain, levers, bf16) = f"{case.model}, batch {case.batch}", STEP_GOALS[case.model]
     return [
-        row(f"{what}: {said}", blocks[side], blocks[other], goal, check=f"weights {apart[side]:.1e} apart")
+        row(f"{what}: {said}", blocks[side], blocks[other], goal, check=f"weights {distances[side]:.1e} apart")
         for said, side, other, goal in (
             ("control, plain against plain", "plain again", "plain", None),
             ("against the plain loop", "ours", "plain", plain),
@@ -112,14 +112,14 @@ def _pieces(case: Case, folder: Path) -> list[Row]:
     cut = [*whole, f"pieces={PIECES}"]
     sides = {"whole": [whole], "pieces": [cut], "exact": [[*cut, "exact=true"]], "bare, whole": [bare]}
     sides["bare, pieces"] = [[*bare, "--pieces", str(PIECES)]]
-    found, apart = race(case, sides, folder, {"pieces": ("bare, pieces", case.apart[0])}, task)
+    found, distances = race(case, sides, folder, {"pieces": ("bare, pieces", case.limits[0])}, task)
     one = {side: outcome.blocks for side, outcome in found.items()}
     ddp = [*cut, "strategy=ddp", "devices=2"]
     found, _ = race(case, {"pieces": [ddp], "exact": [[*ddp, "exact=true"]]}, folder)
     two = {side: outcome.blocks for side, outcome in found.items()}
     what, end = f"{case.model}, batch {case.batch}, one device, {PIECES} pieces", "exact=true against false"
     cut_goal, exact_goal = CUT_GOALS[case.model]
-    checked = f"{apart['pieces']:.1e} apart"
+    checked = f"{distances['pieces']:.1e} apart"
     return [
         row(f"{what}: against one piece", one["pieces"], one["whole"], cut_goal),
         row(f"{what}: the same of the loop with every lever", one["bare, pieces"], one["bare, whole"], None),
@@ -147,15 +147,15 @@ def scaling(folder: Path) -> list[Row]:
 def _scaling(case: Case, folder: Path) -> list[Row]:
     base = arguments(case, folder, (case.rounds + 1) * case.steps)
     half = [*base, f"batch_size={case.batch // 2}"]
-    sides = {"one": [base], "ddp": [[*base, "strategy=ddp", "devices=2"]], "apart": [half, half]}
+    sides = {"one": [base], "ddp": [[*base, "strategy=ddp", "devices=2"]], "separate": [half, half]}
     found, _ = race(case, sides, folder)
-    one, ddp, apart = (found[side].blocks for side in sides)
+    one, ddp, separate = (found[side].blocks for side in sides)
     what = f"{case.model}, batch {case.batch}, 2 workers of one thread"
     halves = f"two runs of {case.batch // 2} that do not talk"
     return [
         faster(f"{what}: part of twice one worker's speed", [2 * took for took in ddp], one, SCALING_GOAL),
-        faster(f"{what}: the same of {halves}", [2 * took for took in apart], one, None),
-        row(f"{what}: ddp against those two (all-reduce, waiting, loop)", ddp, apart, None),
+        faster(f"{what}: the same of {halves}", [2 * took for took in separate], one, None),
+        row(f"{what}: ddp against those two (all-reduce, waiting, loop)", ddp, separate, None),
     ]
 
 
