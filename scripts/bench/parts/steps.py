@@ -3,7 +3,7 @@ two ddp workers. One thread a process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ LR = 0.01
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 BF16 = "precision=bf16-mixed"
+Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
 
 
 @dataclass(frozen=True)
@@ -86,18 +87,36 @@ def _step(case: Case, folder: Path) -> list[Row]:
     bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task)]
     sides = {"ours": [ours], "bf16": [[*ours, BF16]], "plain": [bare], "levers": [[*bare, "--levers"]]}
     sides["plain again"] = [bare]
-    same = {side: ("plain", case.limits[side == "bf16"]) for side in sides}
+    plain, levers, bf16 = STEP_GOALS[case.model]
+    pairs = [
+        ("control, plain against plain", "plain again", "plain", None),
+        ("against the plain loop", "ours", "plain", plain),
+        ("against the loop with every lever", "ours", "levers", levers),
+        ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
+    ]
+    return ratios(case, sides, pairs, folder, task)
+
+
+def ratios(
+    case: Case, sides: Mapping[str, Sequence[Command]], pairs: Iterable[Pair], folder: Path, task: Path
+) -> list[Row]:
+    """Plays a case whose sides must all compute what `plain` does; a row for each pair, in seconds a step.
+
+    Raises:
+        RuntimeError: a side does not.
+    """
+    same = {side: ("plain", case.limits["bf16" in side]) for side in sides}
     found, distances = race(case, sides, folder, same, task)
     blocks = {side: [took / (case.steps - case.skip) for took in outcome.blocks] for side, outcome in found.items()}
-    what, (plain, levers, bf16) = f"{case.model}, batch {case.batch}", STEP_GOALS[case.model]
     return [
-        row(f"{what}: {said}", blocks[side], blocks[other], goal, check=f"weights {distances[side]:.1e} apart")
-        for said, side, other, goal in (
-            ("control, plain against plain", "plain again", "plain", None),
-            ("against the plain loop", "ours", "plain", plain),
-            ("against the loop with every lever", "ours", "levers", levers),
-            ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
+        row(
+            f"{case.model}, batch {case.batch}: {said}",
+            blocks[side],
+            blocks[other],
+            goal,
+            check=f"weights {distances[side]:.1e} apart",
         )
+        for said, side, other, goal in pairs
     ]
 
 
