@@ -62,7 +62,7 @@ class Search:
             self.study = optuna.create_study(
                 study_name="search",
                 storage=optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=patient),
-                direction=f"{mode}imize",
+                direction="maximize" if mode == "max" else "minimize",
                 load_if_exists=True,
             )
 
@@ -108,7 +108,8 @@ class Search:
 
 def distribution(override: Override) -> Any:
     """Hydra's sweep as what Optuna draws from. A range ends before its stop, as in a sweep."""
-    distributions, value = optuna.distributions, override.value()
+    distributions: Any = optuna.distributions
+    value = override.value()
     try:
         if isinstance(value, IntervalSweep):
             low, high, log = value.start, value.end, "log" in value.tags

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def test_a_gpu_is_waited_for_where_counting_begins_and_ends(monkeypatch: pytest.
     monkeypatch.syspath_prepend(str(OPPONENTS))
     import turns
 
-    (go, goes), (heard, tells) = os.pipe(), os.pipe()
-    os.write(goes, b"...")
-    monkeypatch.setenv("TURNS", f"{go},{tells},5,2")
+    ours, theirs = Pipe()
+    for _ in range(3):
+        ours.send("go")
+    monkeypatch.setenv("TURNS", f"{os.dup(theirs.fileno())},5,2")
     waits: list[int] = []
     player = turns.Turns()
     monkeypatch.setattr(turns, "wait_for_gpu", lambda: waits.append(len(player.seconds) + 1))
@@ -55,8 +57,7 @@ def test_a_gpu_is_waited_for_where_counting_begins_and_ends(monkeypatch: pytest.
     for _ in range(10):
         player.step([])
     assert waits == [2, 5] * 2
-    for end in (go, goes, heard, tells):
-        os.close(end)
+    assert [len(ours.recv()) for _ in range(3)] == [0, 5, 5]
 
 
 @pytest.mark.slow

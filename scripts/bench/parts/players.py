@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -54,41 +54,36 @@ class Player:
     """A program in a process of its own, which makes steps when it is told to."""
 
     def __init__(self, name: str, command: Command, environment: Mapping[str, str], turns: str, errors: Path) -> None:
-        ours, theirs = os.pipe(), os.pipe()
         self.name, self.errors = name, errors
-        self.go_fd, self.answers = theirs[1], os.fdopen(ours[0])
-        with errors.open("w") as file:
+        self.connection, theirs = Pipe()
+        with theirs, errors.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
-                env={**os.environ, **environment, "TURNS": f"{theirs[0]},{ours[1]},{turns}"},
-                pass_fds=(theirs[0], ours[1]),
+                env={**os.environ, **environment, "TURNS": f"{theirs.fileno()},{turns}"},
+                pass_fds=(theirs.fileno(),),
                 stdout=subprocess.DEVNULL,
                 stderr=file,
                 start_new_session=True,
             )
-        os.close(theirs[0])
-        os.close(ours[1])
 
     def go(self) -> None:
-        os.write(self.go_fd, b".")
+        self.connection.send("go")
 
-    def answer(self) -> dict[str, Any]:
-        """What it says next.
+    def answer(self) -> list[float]:
+        """Seconds of each step of the block that it has made; none when it is ready.
 
         Raises:
             RuntimeError: it ended instead, with the last of what it wrote.
         """
-        line = self.answers.readline()
-        if not line:
+        try:
+            return list(self.connection.recv())
+        except (EOFError, ConnectionError):
             self.process.wait()
-            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}") from None
 
     def end(self) -> None:
-        os.close(self.go_fd)
-        self.answers.close()
+        self.connection.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -133,7 +128,7 @@ def play(
                 for name in order.sample(list(found), len(found)):
                     for player in teams[name]:
                         player.go()
-                    took = max(sum(player.answer()["seconds"][skip:]) for player in teams[name])
+                    took = max(sum(player.answer()[skip:]) for player in teams[name])
                     if counts:
                         found[name].blocks.append(took)
         finally:
