@@ -10,11 +10,11 @@ and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import clock
 import machine
 from rich import box
 from rich.table import Table
@@ -37,7 +36,7 @@ from lockstep.run import cli
 from lockstep.run.checks import real
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
-from lockstep.run.summary import versions, write_summary
+from lockstep.run.summary import write_summary
 from lockstep.run.training import train
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
@@ -70,43 +69,36 @@ class Choice:
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measures, and answers."""
-    started = time.perf_counter()
     seconds = real(above=0)("seconds", raw.pop("seconds"))
-    assert seconds is not None
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal("advise measures one machine, without torchrun")
-    print("\n".join([*machine.facts(), *(f"wrong: {problem}" for problem in machine.problems())]), flush=True)
+    facts, problems = machine.facts(), machine.problems()
+    print("\n".join([*facts, *(f"wrong: {problem}" for problem in problems)]), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
     splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
     choices = offers(config)
-    one = Measurement(raw, splits, folder, WARMUP + LEAST).of(choices[0])
+    one = measure(choices[0], raw, splits, folder, WARMUP + LEAST)
     steps = WARMUP + max(LEAST, min(MOST, int(seconds / ROUNDS / one["seconds"])))
-    measured = Measurement(raw, splits, folder, steps)
     for choice in choices * ROUNDS:
         if choice.failed:
             continue
         print(f"measuring {choice} ...", file=sys.stderr)
         try:
-            found = measured.of(choice)
+            found = measure(choice, raw, splits, folder, steps)
             choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
         except (Refusal, WorkerFailed) as error:
             choice.failed = str(error)
     choices.sort(key=lambda choice: choice.seconds or math.inf)
-    speeds = measured.speeds([choice for choice in choices if choice.seconds])
+    several = [each for each in choices if each.strategy == "ddp" and each.accumulate_grad_batches > 1 and each.seconds]
+    speeds: list[float] = []  # of all devices at once, in pieces, against the slowest's
+    if several:
+        pieces = measure(max(several, key=lambda choice: choice.devices), raw, splits, folder, steps, True)["pieces"]
+        speeds = [max(pieces) / piece for piece in pieces]
     answer = conclusion(choices, config, speeds)
     wide_console(120).print(table(choices))
     print(answer)
-    report = {
-        "answer": answer,
-        "machine": machine.facts(),
-        "problems": machine.problems(),
-        "choices": [asdict(choice) for choice in choices],
-        "speeds": speeds,
-        "steps": steps,
-        "seconds": time.perf_counter() - started,
-        "config": raw,
-        "versions": versions(),
-    }
+    measured = {"choices": [asdict(choice) for choice in choices], "speeds": speeds, "steps": steps}
+    report = {"answer": answer, "machine": facts, "problems": problems, **measured, "config": raw}
     write_summary(folder / "advise.json", report)
 
 
@@ -124,46 +116,26 @@ def offers(config: Config) -> list[Choice]:
     return found
 
 
-@dataclass
-class Measurement:
-    """Runs of `steps` optimizer steps, whose folders go with them."""
-
-    raw: dict[str, Any]
-    splits: Splits
-    folder: Path
-    steps: int
-
-    def of(self, choice: Choice, pieces: bool = False) -> dict[str, Any]:
-        """`seconds` of a step, the lower quartile, since what else runs on the machine only adds; `peak_gib`; `pieces`,
-        the median seconds of one on each rank, where they are asked for."""
-        run: dict[str, Any] = {
-            "max_steps": self.steps,
-            "max_epochs": self.steps,
-            "val_every": None,
-            "logger": {},
-        }
-        run["callbacks"] = {"clock": {"_target_": "clock.Clock", "pieces": pieces}}
-        config = check({**self.raw, **run, **choice.changes()})
-        folder = self.folder / "run"
-        folder.mkdir()
-        try:
-            launch(_work, config, self.splits, folder, layout=config.layout)
-            ranks = clock.read(folder)
-        finally:
-            shutil.rmtree(folder)
-        return {
-            "seconds": quantiles(ranks[0]["steps"][WARMUP - 1 :], n=4)[0],
-            "peak_gib": max(rank["peak_gib"] for rank in ranks),
-            "pieces": [median(rank["pieces"]) for rank in ranks] if pieces else None,
-        }
-
-    def speeds(self, choices: list[Choice]) -> list[float]:
-        """Of all devices at once, in pieces, against the slowest's; none where there is one device."""
-        several = [choice for choice in choices if choice.strategy == "ddp" and choice.accumulate_grad_batches > 1]
-        if not several:
-            return []
-        found = self.of(max(several, key=lambda choice: choice.devices), pieces=True)["pieces"]
-        return [max(found) / seconds for seconds in found]
+def measure(
+    choice: Choice, raw: dict[str, Any], splits: Splits, folder: Path, steps: int, pieces: bool = False
+) -> dict[str, Any]:
+    """A run of so many steps: `seconds` of a step, the lower quartile, since what else runs on the machine only adds;
+    `peak_gib`; `pieces`, the median seconds of one on each rank, where they are asked for."""
+    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
+    bare["callbacks"] = {"clock": {"_target_": "clock.Clock", "pieces": pieces}}
+    config = check({**raw, **bare, **choice.changes()})
+    run = folder / "run"
+    run.mkdir()
+    try:
+        launch(_work, config, splits, run, layout=config.layout)
+        ranks = [json.loads((run / f"clock_{n}.json").read_text()) for n in range(config.layout.world_size)]
+    finally:
+        shutil.rmtree(run)
+    return {
+        "seconds": quantiles(ranks[0]["steps"][WARMUP - 1 :], n=4)[0],
+        "peak_gib": max(rank["peak_gib"] for rank in ranks),
+        "pieces": [median(rank["pieces"]) for rank in ranks] if pieces else None,
+    }
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""A clock beside training, for programs that measure runs: `callbacks.clock._target_=clock.Clock`."""
+"""A clock beside training, for advise.py: `callbacks.clock._target_=clock.Clock`."""
 
 from __future__ import annotations
 
 import json
-import resource
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+
+from lockstep.callbacks.meter import peak_gib
 
 
 class Clock(pl.Callback):
@@ -38,17 +39,9 @@ class Clock(pl.Callback):
         self.backward = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-        if pl_module.device.type == "cuda":
-            peak = max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))) / (1 << 30)
         steps = [end - start for start, end in pairwise(self.ends)]
-        path = Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json")
-        path.write_text(json.dumps({"steps": steps, "pieces": self.took, "peak_gib": peak}))
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """What each rank has written, rank zero first."""
-    return [json.loads((folder / f"clock_{n}.json").read_text()) for n in range(len([*folder.glob("clock_*.json")]))]
+        found = {"steps": steps, "pieces": self.took, "peak_gib": peak_gib(pl_module.device)}
+        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
 def _now(module: pl.LightningModule) -> float:

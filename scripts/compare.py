@@ -3,9 +3,9 @@
     python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Runs that differ in nothing but their seed are one row. The table comes to the terminal, and as compare.md, .csv and
-.json into the folder given (`--to` names another), with plots: loss, accuracy, speed. Exactly two runs are compared in
-all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
+Runs that differ in nothing but their seed are one row. The table comes to the terminal, and as compare.md and
+compare.json into the folder given (`--to` names another), with plots: loss, accuracy, speed. Exactly two runs are
+compared in all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error.filename or folder}: {error.strerror}", file=sys.stderr)
         return 2
-    written = ", ".join(["compare.md", "compare.csv", "compare.json", *plots])
+    written = ", ".join(["compare.md", "compare.json", *plots])
     if not plots:
         print("no plots: they need matplotlib, and runs that were completed", file=sys.stderr)
     console.print(f"{os.path.relpath(folder)}: {written}", markup=False, soft_wrap=True)

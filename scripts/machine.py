@@ -9,13 +9,10 @@ import subprocess
 from pathlib import Path
 
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.run.checks import ROOT
 from lockstep.run.summary import versions
 
 GIB = float(1 << 30)
 SHARED_GIB = 1.0  # /dev/shm below which loader processes and NCCL have failed people (Docker's default is 64 MiB)
-DISK_GIB = 5.0
-MEMORY_GIB = 2.0
 
 
 def cpu_name() -> str:
@@ -24,11 +21,9 @@ def cpu_name() -> str:
 
 
 def facts() -> list[str]:
-    """Lines for people: software, cores, memory, GPUs and how they are linked."""
+    """Lines for people: software, cores, GPUs and how they are linked."""
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
     found = [software, f"{cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
-    if memory := _memory():
-        found.append(f"{memory['MemAvailable']:.1f} GiB of {memory['MemTotal']:.1f} free")
     query = "name,memory.total,driver_version"
     found += [f"GPU {line}" for line in _said("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")]
     if gpu_count() > 1:
@@ -46,19 +41,14 @@ def problems() -> list[str]:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     if threads.isdecimal() and int(threads) > own:
         found.append(f"OMP_NUM_THREADS={threads} on {own} cores: unset it")
-    if (free := _memory().get("MemAvailable", MEMORY_GIB)) < MEMORY_GIB:
-        found.append(f"{free:.1f} GiB of memory are free: end what uses it, or take fewer workers")
-    for folder, least, cure in (
-        (Path("/dev/shm"), SHARED_GIB, "docker run --shm-size=8g (or --ipc=host), or num_workers=0"),
-        (ROOT, DISK_GIB, "clear it, or outputs=<elsewhere>"),
-    ):
-        if folder.is_dir() and (free := shutil.disk_usage(folder).free / GIB) < least:
-            found.append(f"{free:.2f} GiB are free in {folder}, {least:g} are needed: {cure}")
+    shared = Path("/dev/shm")
+    if shared.is_dir() and (free := shutil.disk_usage(shared).free / GIB) < SHARED_GIB:
+        cure = "docker run --shm-size=8g (or --ipc=host), or num_workers=0"
+        found.append(f"{free:.2f} GiB are free in {shared}, {SHARED_GIB:g} are needed: {cure}")
     listed = len(_said("nvidia-smi", "--list-gpus"))
     if listed > (seen := gpu_count()):
-        found.append(
-            f"nvidia-smi lists {listed} GPUs, torch sees {seen}: CUDA_VISIBLE_DEVICES, or a torch for this driver"
-        )
+        cure = "CUDA_VISIBLE_DEVICES, or a torch for this driver"
+        found.append(f"nvidia-smi lists {listed} GPUs, torch sees {seen}: {cure}")
     return found
 
 
@@ -76,12 +66,6 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
-
-
-def _memory() -> dict[str, float]:
-    """GiB by the kernel's names; empty where it tells nothing."""
-    rows = (line.split() for line in _lines("/proc/meminfo"))
-    return {name.rstrip(":"): int(size) * 1024 / GIB for name, size, *_ in rows}
 
 
 def _quota() -> float | None:

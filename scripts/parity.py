@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from showing import wide_console
 from torch.utils.data import Subset
 from trials import differences
+from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
 from trials.record import YARDSTICKS, roundoff
 from trials.trial import Outcome, Trial, counted, run, shorten
-from trials.verdicts import Distances, Row, allowed, distances, explain, judge, plot, table
 
 from lockstep.arithmetic.layout import Layout, Refusal, split
 from lockstep.launch.agent import WorkerFailed

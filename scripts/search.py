@@ -29,6 +29,12 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+try:
+    import optuna
+except ImportError:
+    print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
+    sys.exit(2)
+
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.processes import set_parent_death_signal
@@ -41,6 +47,7 @@ from lockstep.sweeps.progress import Progress
 OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
 FIRST = 3  # trials that are all refused: then so will be the others
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Search:
@@ -50,38 +57,35 @@ class Search:
     def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
         self.folder, self.space, self.trials = folder, dict(space), trials
         folder.mkdir(parents=True, exist_ok=True)
+        patient = {"connect_args": {"timeout": 60}}
         with self.alone():
-            storage = optuna().storages.RDBStorage(
-                f"sqlite:///{folder / 'study.db'}", engine_kwargs={"connect_args": {"timeout": 60}}
-            )
-            self.study = optuna().create_study(
-                study_name="search", storage=storage, direction=f"{mode}imize", load_if_exists=True
+            self.study = optuna.create_study(
+                study_name="search",
+                storage=optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", engine_kwargs=patient),
+                direction="maximize" if mode == "max" else "minimize",
+                load_if_exists=True,
             )
 
     def draw(self) -> tuple[Any, IO[bytes]] | None:
         """The next trial and its lock; None where all are made or being made."""
-        running = optuna().trial.TrialState.RUNNING
         with self.alone():
             made = self.study.get_trials(deepcopy=False)
             for trial in made:
-                if trial.state == running and (lock := self.lock(trial.number)):
+                if not trial.state.is_finished() and (lock := self.lock(trial.number)):
                     return trial, lock
             if len(made) >= self.trials:
                 return None
-            self.study.sampler = optuna().samplers.TPESampler(seed=len(made))
-            trial = self.study.ask(self.space)
-            lock = self.lock(trial.number)
+            self.study.sampler = optuna.samplers.TPESampler(seed=len(made))
+            new = self.study.ask(self.space)
+            lock = self.lock(new.number)
             assert lock is not None, "a new trial is nobody's"
-            return trial, lock
+            return new, lock
 
     def tell(self, number: int, value: float | None) -> None:
         """Takes down a trial's result; None or nan: it failed, and counts as made."""
         good = value is not None and math.isfinite(value)
-        with self.alone():
-            if good:
-                self.study.tell(number, value)
-            else:
-                self.study.tell(number, state=optuna().trial.TrialState.FAIL)
+        with self.alone():  # else one that draws might take it for cut short
+            self.study.tell(number, value if good else None, state=None if good else optuna.trial.TrialState.FAIL)
 
     def ended(self) -> list[Any]:
         return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state.is_finished()]
@@ -102,18 +106,10 @@ class Search:
             yield
 
 
-def optuna() -> Any:
-    try:
-        import optuna as found
-    except ImportError:
-        raise Refusal("a search needs Optuna: pip install optuna (the project's extra `search`)") from None
-    found.logging.set_verbosity(found.logging.WARNING)
-    return found
-
-
 def distribution(override: Override) -> Any:
     """Hydra's sweep as what Optuna draws from. A range ends before its stop, as in a sweep."""
-    distributions, value = optuna().distributions, override.value()
+    distributions: Any = optuna.distributions
+    value = override.value()
     try:
         if isinstance(value, IntervalSweep):
             low, high, log = value.start, value.end, "log" in value.tags
@@ -135,20 +131,6 @@ def _number(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
-
-
-def run(command: list[str], log: Path) -> int:
-    """The exit code of a trial's command. It ends with this process, and hears its signals once."""
-    tie = partial(set_parent_death_signal, os.getpid())
-    with open(log, "ab") as said:
-        child = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=tie, process_group=0)  # noqa: PLW1509  no threads
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda signum, frame: child.send_signal(signum))
-    try:
-        return child.wait()
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
@@ -175,11 +157,25 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
 
 
 def train(job: Job, flags: list[str], log: Path) -> tuple[int, dict[str, Any]]:
-    """Runs a trial, which goes on where its folder stands; its exit code, and its summary or what it said last."""
-    where = f"hydra.run.dir={quoted(job.folder)}"
-    code = run([sys.executable, str(ROOT / "src" / "train.py"), *job.overrides, where, *flags], log)
-    said = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return code, {"status": "failed", "error": said[-1].removeprefix("error: ")} | summary_of(job.folder)
+    """Runs a trial, which goes on where its folder stands, ends with this process, and hears its signals once.
+
+    Returns:
+        Its exit code, and its summary or what it said last.
+    """
+    command = [sys.executable, str(ROOT / "src" / "train.py"), *job.overrides]
+    command += [f"hydra.run.dir={quoted(job.folder)}", *flags]
+    tie = partial(set_parent_death_signal, os.getpid())
+    with open(log, "ab") as said:
+        child = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=tie, process_group=0)  # noqa: PLW1509  no threads
+    passed_on = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda signum, frame: child.send_signal(signum)) for number in passed_on]
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in zip(passed_on, before, strict=True):
+            signal.signal(number, handler)
+    last = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    return code, {"status": "failed", "error": last[-1].removeprefix("error: ")} | summary_of(job.folder)
 
 
 def main(arguments: list[str]) -> int:

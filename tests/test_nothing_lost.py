@@ -282,7 +282,7 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
         assert found[-len(other) :] == other
 
 
-@pytest.mark.parametrize("program", ["advise", "parity", "scaling", "evaluate"])
+@pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
     with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
         overrides(["resume=last"], program)

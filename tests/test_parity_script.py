@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from conftest import Program, Run
 from parity import layouts, trials
+from trials.judging import MARGIN, Distances, allowed
 from trials.trial import Trial, run
-from trials.verdicts import MARGIN, Distances, allowed
 
 from lockstep.launch import agent
 from lockstep.run.config import check

@@ -1,23 +1,15 @@
-"""scripts/bench/time_to_accuracy.py on a data set that a program can learn in seconds."""
+"""`benchmark.py accuracy` on a data set that a program can learn in seconds."""
 
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from time_to_accuracy import FILES, OPPONENT, RECIPES
+from parts.accuracy import RECIPES, accuracy
 
-NAMES = [*RECIPES, OPPONENT]
-
-
-def race(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/bench/time_to_accuracy.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 @pytest.fixture
@@ -36,27 +28,16 @@ def bars(tmp_path: Path) -> Path:
     return raw.parents[1]
 
 
-def test_missing_data_is_refused_in_one_line(tmp_path: Path) -> None:
-    done = race("--data-dir", str(tmp_path))
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert "no train-images-idx3-ubyte in" in done.stderr
-
-
 @pytest.mark.slow
 def test_recipes_and_opponent_race(bars: Path) -> None:
-    done = race("--data-dir", str(bars), "--seeds", "2", "threads=1", "max_steps=2")
-    assert done.returncode == 0, done.stderr
-    rows = {name: next(line.split() for line in done.stdout.splitlines() if name in line) for name in NAMES}
-    assert float(rows[OPPONENT][-3].rstrip("%")) >= 99
-    for name in RECIPES:
-        shares = [cell for cell in rows[name] if cell.rstrip(",").endswith("%")]
-        assert len(shares) == 4, "the target, two seeds, their mean"
-        times_as_fast = float(rows[OPPONENT][-2]) / float(rows[name][-2])
-        assert float(rows[name][-1]) == pytest.approx(times_as_fast, rel=0.1)
+    rows = accuracy(str(bars), range(2), ("threads=1", "max_steps=2"))
+    assert [row.what.partition(",")[0] for row in rows] == [*RECIPES]
+    for row in rows:
+        assert row.ratio == pytest.approx(row.other / row.ours)
+        assert row.ours > 0.1
+        assert row.check.count("%") == 3, "two seeds, their mean"
 
 
 def test_a_command_that_fails_is_named(bars: Path) -> None:
-    done = race("--data-dir", str(bars), "--seeds", "1", "lr=-1")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: src/train.py experiment=mnist_fast: exit code 2: error: lr=-1")
-    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(RuntimeError, match=r"^src/train\.py experiment=mnist_fast: exit code 2: error: lr=-1"):
+        accuracy(str(bars), range(1), ("lr=-1",))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,13 +28,13 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from machine import cpu_name
 from parts import picture, programs, steps
+from parts.accuracy import accuracy
 from parts.epochs import epoch
 from parts.gpu import gpu
 from parts.players import Row
 from rich import box
 from rich.table import Table
 from showing import wide_console
-from time_to_accuracy import CommandFailed
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import cores, gpu_count
@@ -48,7 +47,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "start": lambda *_: programs.start(),
     "scaling": lambda folder, _: steps.scaling(folder),
     "pieces": lambda folder, _: steps.pieces(folder),
-    "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
+    "accuracy": lambda _, data_dir: accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
     "gpu": lambda folder, _: gpu(folder),
 }
@@ -82,7 +81,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
-            except (RuntimeError, subprocess.SubprocessError, CommandFailed, Refusal) as error:
+            except (RuntimeError, Refusal) as error:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue

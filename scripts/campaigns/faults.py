@@ -6,7 +6,6 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from resource import RLIMIT_FSIZE, prlimit
@@ -18,78 +17,65 @@ FULL = 1 << 18  # bytes of the largest file when the disk is full
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes. `strike` returns whom it struck, empty if they were gone; `codes` are the exit codes that it may
-    lead to, beside 0 for a run that was over by then; `later`: only when there are workers (before, a signal finds no
-    handler)."""
+    """What strikes.
+
+    Attributes:
+        whom: a `rank`, the `parent`, `all`; `disk`: no signal, but a full disk.
+        signals: one after the other.
+        codes: exit codes that it may lead to, beside 0 for a run that was over by then.
+        pause: most seconds between two signals.
+        later: only when there are workers (before, a signal finds no handler).
+        damage: the newest checkpoint is damaged when the life is over.
+    """
 
     name: str
-    strike: Callable[[Life, random.Random], str]
+    whom: str
+    signals: tuple[int, ...]
     codes: tuple[int, ...]
+    pause: float = 0.0
     later: bool = False
-    damage: bool = False  # the newest checkpoint is damaged when the life is over
+    damage: bool = False
 
-
-def _rank(signum: int, pause: float = 0) -> Callable[[Life, random.Random], str]:
-    def strike(life: Life, rng: random.Random) -> str:
+    def strike(self, life: Life, rng: random.Random) -> str:
+        """Returns whom it struck; empty if they were gone."""
         ranks = life.ranks()
-        if not ranks:
-            return ""
-        number = rng.randrange(len(ranks))
-        life.strike(signum, ranks[number])
-        if pause:
-            seconds = rng.uniform(0, pause)
-            time.sleep(seconds)
-            life.strike(signal.SIGCONT, ranks[number])
-            return f"rank {number}, {seconds:.1f} s"
-        return f"rank {number}"
-
-    return strike
+        if self.whom == "disk":
+            return fill_disk([life.pid, *ranks])
+        number = rng.randrange(len(ranks) or 1)
+        pids = {"rank": ranks[number : number + 1], "parent": [life.pid], "all": [*life.members()]}[self.whom]
+        for at, signum in enumerate(self.signals):
+            time.sleep(rng.uniform(0, self.pause) if at else 0)
+            life.strike(signum, *pids)
+        named = {"rank": f"rank {number}", "parent": "parent", "all": f"all {len(pids)}"}
+        return named[self.whom] if pids else ""
 
 
-def _parent(signum: int) -> Callable[[Life, random.Random], str]:
-    def strike(life: Life, rng: random.Random) -> str:
-        life.strike(signum, life.pid)
-        return "parent"
-
-    return strike
-
-
-def _group(*signals: int) -> Callable[[Life, random.Random], str]:
-    def strike(life: Life, rng: random.Random) -> str:
-        for number, signum in enumerate(signals):
-            time.sleep(rng.uniform(0, 0.5) if number else 0)
-            members = life.members()
-            life.strike(signum, *members)
-        return f"all {len(members)}"
-
-    return strike
-
-
-def _disk_full(life: Life, rng: random.Random) -> str:
+def fill_disk(pids: list[int]) -> str:
     """No file of the parent and the workers may grow beyond less than a checkpoint. (Their loader processes keep
     batches in shared memory, which is no disk, but counts for this limit.)"""
-    for pid in (life.pid, *life.ranks()):
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
     return f"at {FULL >> 10} kB"
 
 
-KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+KILL, TERM, INT, USR1 = (signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,)
+KILLED, TERMINATED, INTERRUPTED = (128 + signal.SIGKILL,), (128 + signal.SIGTERM,), (128 + signal.SIGINT,)
 FAULTS = (
-    Fault("SIGKILL", _rank(KILL), (1,), later=True),
-    Fault("SIGKILL", _parent(KILL), (128 + KILL,)),
-    Fault("SIGKILL", _group(KILL), (128 + KILL,)),
-    Fault("SIGTERM", _rank(TERM), (128 + TERM,), later=True),
-    Fault("SIGTERM", _parent(TERM), (128 + TERM,)),
-    Fault("SIGTERM", _group(TERM), (128 + TERM,)),
-    Fault("Ctrl-C", _group(INT), (128 + INT,)),
-    Fault("Ctrl-C twice", _group(INT, INT), (128 + INT,)),
-    Fault("SIGUSR1", _parent(signal.SIGUSR1), (), later=True),
-    Fault("SIGUSR1", _group(signal.SIGUSR1), (), later=True),
-    Fault("SIGSTOP", _rank(signal.SIGSTOP, pause=3), (), later=True),
-    Fault("disk full", _disk_full, (1,), later=True),
-    Fault("SIGKILL, a bit flips", _group(KILL), (128 + KILL,), damage=True),
-    Fault("SIGKILL, end cut off", _group(KILL), (128 + KILL,), damage=True),
+    Fault("SIGKILL", "rank", KILL, (1,), later=True),
+    Fault("SIGKILL", "parent", KILL, KILLED),
+    Fault("SIGKILL", "all", KILL, KILLED),
+    Fault("SIGTERM", "rank", TERM, TERMINATED, later=True),
+    Fault("SIGTERM", "parent", TERM, TERMINATED),
+    Fault("SIGTERM", "all", TERM, TERMINATED),
+    Fault("Ctrl-C", "all", INT, INTERRUPTED),
+    Fault("Ctrl-C twice", "all", INT * 2, INTERRUPTED, pause=0.5),
+    Fault("SIGUSR1", "parent", USR1, (), later=True),
+    Fault("SIGUSR1", "all", USR1, (), later=True),
+    Fault("SIGSTOP", "rank", (signal.SIGSTOP, signal.SIGCONT), (), pause=3, later=True),
+    Fault("disk full", "disk", (), (1,), later=True),
+    Fault("SIGKILL, a bit flips", "all", KILL, KILLED, damage=True),
+    Fault("SIGKILL, end cut off", "all", KILL, KILLED, damage=True),
 )
 
 

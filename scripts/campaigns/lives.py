@@ -7,39 +7,33 @@ are affordable. Linux only: processes are found in /proc.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.run.checks import ROOT
 
-PIPE_BYTES = 1 << 20  # what a life may say; it is read when the life is over
+MOST = 1 << 20  # bytes that are read of what a life says
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
 class Life:
-    """A running `src/train.py` with these arguments.
-
-    Its output goes to a pipe, not to a file: a limit on the size of files must not silence it.
-    """
+    """A running `src/train.py` with these arguments."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
-        self._text = b""
-        self._end, theirs = os.pipe()
-        fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        os.set_blocking(self._end, False)
-        self.process = multiprocessing.get_context("fork").Process(target=_live, args=(self.arguments, theirs))
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=_live, args=(self.arguments, self._said.fileno()))
         self.process.start()
-        os.close(theirs)
         assert self.process.pid is not None
         self.pid = self.process.pid
         self.began = time.monotonic()
@@ -58,10 +52,7 @@ class Life:
     @property
     def text(self) -> str:
         """What it has said so far, on both streams."""
-        with contextlib.suppress(BlockingIOError):
-            while block := os.read(self._end, PIPE_BYTES):
-                self._text += block
-        return self._text.decode(errors="replace")
+        return os.pread(self._said.fileno(), MOST, 0).decode(errors="replace")
 
     def wait(self, seconds: float) -> int | None:
         """Its exit code, or None if it is still there after `seconds`."""
@@ -106,7 +97,7 @@ class Life:
         """Ends whatever is left of it."""
         self.left(0)
         self.wait(5)
-        os.close(self._end)
+        self._said.close()
 
 
 def _command(pid: int) -> str:

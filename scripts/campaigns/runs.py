@@ -12,12 +12,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from campaigns.faults import INT, TERM, Fault, damage
+from campaigns.faults import INTERRUPTED, TERMINATED, Fault, damage
 from campaigns.lives import Life
 
 LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # what a life draws from
 GRACE = 30  # seconds that a life may take to end when something struck
-LATE = 5  # seconds after which nobody trains on who was asked to end
+PATIENCE = 5  # seconds after which nobody trains on who was asked to end
 YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.launch.scratch), and some more
 GONE = 8  # seconds: loader processes look for their parent every 5
 LINE = "{:<15} {:<21} {:<14} {:>6}  {:>4}  {}"  # of the table
@@ -188,9 +188,9 @@ class Run:
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
             self._problem(life, f"temporary files in the run folder: {', '.join(unfinished)}")
         if self.blow:
-            asked = self.blow.code == 0 and {128 + TERM, 128 + INT} & set(self.blow.fault.codes)
-            if asked and newest(folder).stat().st_mtime > self.blow.time + LATE:
-                self._problem(life, f"trained on for more than {LATE} s when it was asked to end")
+            asked = self.blow.code == 0 and {*TERMINATED, *INTERRUPTED} & set(self.blow.fault.codes)
+            if asked and newest(folder).stat().st_mtime > self.blow.time + PATIENCE:
+                self._problem(life, f"trained on for more than {PATIENCE} s when it was asked to end")
             self.blow.followed.append("equal" if len(self.campaign.problems) == before else "NOT EQUAL")
 
     def _problem(self, life: Life, what: str) -> None:

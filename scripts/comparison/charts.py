@@ -59,8 +59,6 @@ def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: st
     least, most = panels[0].dataLim.intervaly
     if tag == "train/loss" and least > 0 and most / least >= DECADE:
         panels[0].set_yscale("log")
-        for side in (panels[0].yaxis.set_major_formatter, panels[0].yaxis.set_minor_formatter):
-            side(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
     figure.suptitle(title + (": mean over seeds, and from the least to the most" if several else ""))
@@ -72,15 +70,13 @@ def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: st
 
 def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict[str, Any], shift: float) -> None:
     """The seeds' mean value at the same samples seen, and the mean second at which they were."""
-    if axis == "seconds":
-        curves = [curve for curve in curves if curve.seconds is not None]
     if not curves:
         return
     samples = curves[0].samples
     if len(curves) > 1:
         samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
     values = np.stack([np.interp(samples, curve.samples, curve.values) for curve in curves])
-    seconds = np.stack([np.interp(samples, c.samples, c.samples if c.seconds is None else c.seconds) for c in curves])
+    seconds = np.stack([np.interp(samples, curve.samples, curve.seconds) for curve in curves])
     x = samples if axis == "samples" else seconds.mean(0)
     every = max(1, len(x) // 6)
     marks = (int(shift * every), every)  # lines that coincide still show all their markers

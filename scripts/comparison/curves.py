@@ -1,11 +1,9 @@
-"""A run's curves, from its event files or its csv: against samples seen and against seconds of training."""
+"""A run's curves, from its event files: against samples seen and against seconds of training."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +26,23 @@ class Curve:
     """A quantity over a run; float64 [points] each."""
 
     samples: Numbers
-    seconds: Numbers | None  # csv files have no times
+    seconds: Numbers
     values: Numbers
 
 
 def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
-    """The curves of TAGS that the run has."""
+    """The curves of TAGS that the run has; none where it wrote no event files."""
     per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
-    if any((folder / "tensorboard").glob("events.out.tfevents.*")):
-        points = _from_events(folder / "tensorboard")
-    elif (folder / "csv" / "metrics.csv").is_file():
-        points = _from_csv(folder / "csv" / "metrics.csv")
-    else:
-        return {}
+    points = _points(folder / "tensorboard")
     curves = {}
     for tag, names in TAGS.items():
         if kept := next((points[name] for name in names if points[name]), None):
             steps, seconds, values = np.array(kept, dtype=np.float64).T
-            curves[tag] = Curve(steps * per_step, None if np.isnan(seconds).any() else seconds, values)
+            curves[tag] = Curve(steps * per_step, seconds, values)
     return curves
 
 
-def _from_events(folder: Path) -> dict[str, list[Point]]:
+def _points(folder: Path) -> dict[str, list[Point]]:
     """A run that was stopped and continued has a file for each time: its clock stands still between them, and what was
     drawn after the last checkpoint counts once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -69,9 +62,3 @@ def _from_events(folder: Path) -> dict[str, list[Point]]:
             kept += [(event.step, before + event.wall_time - start, event.value) for event in found.get(tag, ())]
         before = max(point[1] for kept in points.values() for point in kept)
     return points
-
-
-def _from_csv(path: Path) -> dict[str, list[Point]]:
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {tag: [(float(row["step"]), nan, float(row[tag])) for row in rows if row.get(tag)] for tag in NAMES}

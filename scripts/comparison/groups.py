@@ -17,7 +17,7 @@ from comparison.pair import ABSENT, NO_RUN, flat, read, show
 from lockstep.arithmetic.layout import Refusal
 
 # What runs may differ in and still be the same experiment.
-ASIDE = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
+IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
 # What `layout` and `batch` say already.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
 LONGEST = 50  # characters of a label
@@ -154,7 +154,7 @@ def _brief(value: Any) -> str:
 
 def _counts(key: str, config: Mapping[str, Any]) -> bool:
     """Whether runs that differ in a key are different experiments; of an image_folder, the folder is the data set."""
-    return not ASIDE.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
+    return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
 
 
 def _differing(groups: Sequence[Group]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ class Comparison:
         ]
 
     def write(self, folder: Path, plots: Sequence[str]) -> None:
-        """compare.md, compare.csv and compare.json."""
+        """compare.md and compare.json."""
         rows, best = self.rows, self.best()
         lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
         for number, row in enumerate(rows):
@@ -81,10 +80,6 @@ class Comparison:
             lines.append("| " + " | ".join(cells.values()) + " |")
         lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
         (folder / "compare.md").write_text("\n".join(lines) + "\n")
-        with open(folder / "compare.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
         told = [
             {**row, "folders": {str(run.folder): run.summary.get("status") for run in group.runs}}
             for row, group in zip(rows, self.groups, strict=True)

@@ -124,8 +124,8 @@ def difference(found: Tensors, reference: Tensors) -> float:
     """
     norms = {name: norm(tensor) for name, tensor in reference.items()}
     least = 1e-3 * float(np.sqrt(sum(value**2 for value in norms.values())))
-    apart = [norm(found[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
-    return max(apart, default=0.0)
+    off = [norm(found[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
+    return max(off, default=0.0)
 
 
 def norm(values: NDArray[Any]) -> float:

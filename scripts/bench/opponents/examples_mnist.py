@@ -1,4 +1,4 @@
-"""The MNIST program of pytorch/examples, written anew after its description, for time_to_accuracy.py to race:
+"""The MNIST program of pytorch/examples, written anew after its description, for `benchmark.py accuracy`:
 
     python scripts/bench/opponents/examples_mnist.py --data-dir <folder with MNIST/> --target 0.99
 

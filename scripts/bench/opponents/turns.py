@@ -1,18 +1,18 @@
 """How programs that are compared take turns: one machine, one minute, one block of steps at a time.
 
 A player is any training program that calls `begin()` before its loop and `step(parameters)` after each optimizer step.
-It reads TURNS, `<read fd>,<write fd>,<steps of a block>,<first that don't count>`: a byte allows it a block, and it
-answers with the seconds of that block's steps as a line of JSON. Between its turns it sleeps. Without TURNS both calls
-do nothing. A GPU is waited for where the counted steps begin and where they end.
+It reads TURNS, `<fd of a connection>,<steps of a block>,<first that don't count>`: a message allows it a block, and it
+answers with the seconds of that block's steps. Between its turns it sleeps. Without TURNS both calls do nothing. A GPU
+is waited for where the counted steps begin and where they end.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from typing import Any
 
 
@@ -23,7 +23,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.read, self.write, self.steps, self.skip = map(int, os.environ.get("TURNS", "-1,-1,0,0").split(","))
+        self.number, self.steps, self.skip = map(int, os.environ.get("TURNS", "0,0,0").split(","))
+        self.connection: Connection[Any, Any] | None = None
         at, _, self.path = os.environ.get("WEIGHTS", "0,").partition(",")
         self.save_at, self.made = int(at), 0
         self.seconds: list[float] = []
@@ -32,12 +33,12 @@ class Turns:
     def begin(self) -> None:
         """Ready: waits for the first turn."""
         if self.steps:
-            self._tell({"ready": True})
-            self._wait()
+            self.connection = Connection(self.number)
+            self._answer_and_wait(self.connection)
 
     def step(self, parameters: Iterable[Any]) -> None:
         """A step has been made; at the block's end the others have their turn."""
-        if not self.steps:
+        if not self.connection:
             return
         if len(self.seconds) + 1 in (self.skip, self.steps):
             wait_for_gpu()
@@ -48,16 +49,15 @@ class Turns:
 
             torch.save([parameter.detach().cpu() for parameter in parameters], self.path)
         if len(self.seconds) == self.steps:
-            self._tell({"seconds": self.seconds})
-            self.seconds = []
-            self._wait()
+            self._answer_and_wait(self.connection)
         self.started = time.perf_counter()
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        os.write(self.write, (json.dumps(message) + "\n").encode())
-
-    def _wait(self) -> None:
-        if not os.read(self.read, 1):
+    def _answer_and_wait(self, connection: Connection[Any, Any]) -> None:
+        connection.send(self.seconds)
+        self.seconds = []
+        try:
+            connection.recv()
+        except (EOFError, ConnectionError):
             os._exit(0)  # the game is over
         self.started = time.perf_counter()
 

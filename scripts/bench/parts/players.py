@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,6 +22,19 @@ Command = Sequence[str]
 OPPONENTS = ROOT / "scripts" / "bench" / "opponents"
 # train.py as users run it, with one callback more: it waits for its turns.
 TRAIN = ("src/train.py", "+callbacks.turns={_target_: turn_callback.Turn}")
+
+
+def program(*command: str) -> str:
+    """Runs a Python program from its start to its end, and returns what it printed.
+
+    Raises:
+        RuntimeError: it failed; with the last of what it said.
+    """
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
+    return done.stdout
 
 
 @dataclass
@@ -41,41 +54,36 @@ class Player:
     """A program in a process of its own, which makes steps when it is told to."""
 
     def __init__(self, name: str, command: Command, environment: Mapping[str, str], turns: str, errors: Path) -> None:
-        ours, theirs = os.pipe(), os.pipe()
         self.name, self.errors = name, errors
-        self.go_fd, self.answers = theirs[1], os.fdopen(ours[0])
-        with errors.open("w") as file:
+        self.connection, theirs = Pipe()
+        with theirs, errors.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
-                env={**os.environ, **environment, "TURNS": f"{theirs[0]},{ours[1]},{turns}"},
-                pass_fds=(theirs[0], ours[1]),
+                env={**os.environ, **environment, "TURNS": f"{theirs.fileno()},{turns}"},
+                pass_fds=(theirs.fileno(),),
                 stdout=subprocess.DEVNULL,
                 stderr=file,
                 start_new_session=True,
             )
-        os.close(theirs[0])
-        os.close(ours[1])
 
     def go(self) -> None:
-        os.write(self.go_fd, b".")
+        self.connection.send("go")
 
-    def answer(self) -> dict[str, Any]:
-        """What it says next.
+    def answer(self) -> list[float]:
+        """Seconds of each step of the block that it has made; none when it is ready.
 
         Raises:
             RuntimeError: it ended instead, with the last of what it wrote.
         """
-        line = self.answers.readline()
-        if not line:
+        try:
+            return list(self.connection.recv())
+        except (EOFError, ConnectionError):
             self.process.wait()
-            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}") from None
 
     def end(self) -> None:
-        os.close(self.go_fd)
-        self.answers.close()
+        self.connection.close()
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -90,11 +98,9 @@ def play(
     skip: int = 2,
     save_at: int = 0,
     threads: int = 1,
-    warm_up: bool = True,
-    heats: Sequence[Sequence[str]] = (),
     folder: Path,
 ) -> dict[str, Outcome]:
-    """Blocks of every player, interleaved: each round each has one, in another order.
+    """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
 
     Args:
         commands: arguments to Python, by player; a player of several programs runs them at once.
@@ -103,8 +109,6 @@ def play(
         games: times that all is started anew, since where a process's memory happens to lie moves its speed.
         skip: first steps of a block that don't count, since caches are cold after the others' turns.
         threads: OMP_NUM_THREADS.
-        warm_up: one round more, before those that count.
-        heats: groups of players of which only the fastest plays on after the warm-up; the others have no outcome.
     """
     found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
     paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
@@ -120,19 +124,13 @@ def play(
                     teams[name].append(Player(name, command, environment, f"{steps},{skip}", errors))
             for player in itertools.chain(*teams.values()):
                 player.answer()
-            for number in range(-warm_up, rounds):
-                took = {}
+            for counts in (False, *[True] * rounds):
                 for name in order.sample(list(found), len(found)):
                     for player in teams[name]:
                         player.go()
-                    took[name] = max(sum(player.answer()["seconds"][skip:]) for player in teams[name])
-                if number >= 0:
-                    for name, seconds in took.items():
-                        found[name].blocks.append(seconds)
-                    continue
-                for heat in heats:
-                    for slower in set(heat) - {min(heat, key=took.__getitem__)}:
-                        found.pop(slower, None)
+                    took = max(sum(player.answer()[skip:]) for player in teams[name])
+                    if counts:
+                        found[name].blocks.append(took)
         finally:
             for player in itertools.chain(*teams.values()):
                 player.end()

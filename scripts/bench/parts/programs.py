@@ -1,4 +1,4 @@
-"""Whole programs: from the command to the first step, the memory that they take, and how fast they learn."""
+"""Whole programs: from the command to the first step, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
-import time_to_accuracy
-from parts.players import Row, row
+from parts.players import Row, program, row
 
 from lockstep.run.checks import ROOT
 
@@ -22,7 +21,6 @@ BARE = "importing torch, torchvision, lightning"
 START_GOAL, LATER_GOAL = 1.15, 1.5  # of the bare imports; seconds of ddp over one device, and of a sweep's further job
 MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
 MEMORY_GOAL = 1.1  # a worker's peak over the bare loop's, at most
-ACCURACY_GOALS = {"mnist_fast": 20.0, "mnist_best": 7.0}  # times as fast as the opponent
 
 
 def start(rounds: int = 3) -> list[Row]:
@@ -61,7 +59,7 @@ def train(*overrides: str) -> tuple[list[float], list[float], float]:
 def seconds(*command: str) -> float:
     """How long a Python program runs."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True)
+    program(*command)
     return time.perf_counter() - began
 
 
@@ -88,7 +86,7 @@ def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
     """Runs a program to its end; MiB at the peak of its largest worker (or of itself), and PSS of all its processes."""
     peak, total = 0.0, 0.0
     arguments = [sys.executable, *command]
-    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             with suppress(OSError):  # one that ends meanwhile
                 listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -96,9 +94,9 @@ def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
                 peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in measured)])
                 total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, str(process.pid)}))
             time.sleep(0.02)
-        said = process.stderr.read() if process.stderr else None
+        said = process.stderr.read() if process.stderr else ""
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, arguments, stderr=said)
+        raise RuntimeError(f"{command[0]}: exit code {process.returncode}: {said[-500:]}")
     return peak, total
 
 
@@ -106,25 +104,3 @@ def kept(pid: str, file: str, name: str) -> float:
     """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
-
-
-def accuracy(data_dir: str) -> list[Row]:
-    """The recipes against the program of pytorch/examples."""
-    racers = time_to_accuracy.measure(data_dir)
-    other = racers[time_to_accuracy.OPPONENT]
-    rows = []
-    for name, goal in ACCURACY_GOALS.items():
-        racer = racers[name]
-        reached = ", ".join(f"{value:.2%}" for value in racer.accuracy)
-        rows.append(
-            Row(
-                f"{name}, {racer.target:.1%} of MNIST's test images: times as fast as pytorch/examples to 99.0%",
-                mean(racer.seconds),
-                mean(other.seconds),
-                racer.times_as_fast(other),
-                goal,
-                at_least=True,
-                check=f"test accuracy {mean(racer.accuracy):.2%} ({reached})",
-            )
-        )
-    return rows

@@ -3,9 +3,10 @@ two ddp workers. One thread a process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from parts.players import OPPONENTS, TRAIN, Command, Outcome, Row, faster, play, row
 from parts.traces import traced
@@ -14,6 +15,7 @@ LR = 0.01
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 BF16 = "precision=bf16-mixed"
+Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,18 @@ class Case:
     skip: int  # of these, that don't count
     games: int
     rounds: int  # of each game
-    warm_up: bool  # a round more, which does not count
     save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
-    apart: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
+    limits: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
 
 
-SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, True, 10, (1e-3, 0.3))
-LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, False, 2, (5e-2, 0.5))
+SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
+LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
 CASES = {case.model: case for case in (SMALL_CASE, LARGE_CASE)}
 STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
 
 PIECES = 8
 PIECES_CASES = (
-    replace(SMALL_CASE, batch=256, steps=20, games=3, warm_up=False),
+    replace(SMALL_CASE, batch=256, steps=20, games=3),
     replace(LARGE_CASE, batch=128, data=COLOURED | {"samples": 5000}, steps=3, skip=1, rounds=3),
 )
 CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # against one piece; exact against not
@@ -64,24 +65,16 @@ def race(
     Raises:
         RuntimeError: the sides do not compute the same.
     """
-    found = play(
-        sides,
-        case.rounds,
-        case.steps,
-        games=case.games,
-        skip=case.skip,
-        save_at=case.save_at,
-        warm_up=case.warm_up,
-        folder=folder,
-    )
-    apart = {}
+    options: dict[str, Any] = {"games": case.games, "skip": case.skip, "save_at": case.save_at, "folder": folder}
+    found = play(sides, case.rounds, case.steps, **options)
+    distances = {}
     for side, (other, limit) in (same or {}).items():
         assert task is not None
-        apart[side] = distance(task, found[other].weights, found[side].weights)
-        if not apart[side] <= limit:
-            weights = f"the weights of {side!r} are {apart[side]:.1%} of their way off"
+        distances[side] = distance(task, found[other].weights, found[side].weights)
+        if not distances[side] <= limit:
+            weights = f"the weights of {side!r} are {distances[side]:.1%} of their way off"
             raise RuntimeError(f"{case.model}: after {case.save_at} steps {weights}")
-    return found, apart
+    return found, distances
 
 
 def step(folder: Path) -> list[Row]:
@@ -94,18 +87,36 @@ def _step(case: Case, folder: Path) -> list[Row]:
     bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task)]
     sides = {"ours": [ours], "bf16": [[*ours, BF16]], "plain": [bare], "levers": [[*bare, "--levers"]]}
     sides["plain again"] = [bare]
-    same = {side: ("plain", case.apart[side == "bf16"]) for side in sides}
-    found, apart = race(case, sides, folder, same, task)
+    plain, levers, bf16 = STEP_GOALS[case.model]
+    pairs = [
+        ("control, plain against plain", "plain again", "plain", None),
+        ("against the plain loop", "ours", "plain", plain),
+        ("against the loop with every lever", "ours", "levers", levers),
+        ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
+    ]
+    return ratios(case, sides, pairs, folder, task)
+
+
+def ratios(
+    case: Case, sides: Mapping[str, Sequence[Command]], pairs: Iterable[Pair], folder: Path, task: Path
+) -> list[Row]:
+    """Plays a case whose sides must all compute what `plain` does; a row for each pair, in seconds a step.
+
+    Raises:
+        RuntimeError: a side does not.
+    """
+    same = {side: ("plain", case.limits["bf16" in side]) for side in sides}
+    found, distances = race(case, sides, folder, same, task)
     blocks = {side: [took / (case.steps - case.skip) for took in outcome.blocks] for side, outcome in found.items()}
-    what, (plain, levers, bf16) = f"{case.model}, batch {case.batch}", STEP_GOALS[case.model]
     return [
-        row(f"{what}: {said}", blocks[side], blocks[other], goal, check=f"weights {apart[side]:.1e} apart")
-        for said, side, other, goal in (
-            ("control, plain against plain", "plain again", "plain", None),
-            ("against the plain loop", "ours", "plain", plain),
-            ("against the loop with every lever", "ours", "levers", levers),
-            ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
+        row(
+            f"{case.model}, batch {case.batch}: {said}",
+            blocks[side],
+            blocks[other],
+            goal,
+            check=f"weights {distances[side]:.1e} apart",
         )
+        for said, side, other, goal in pairs
     ]
 
 
@@ -120,14 +131,14 @@ def _pieces(case: Case, folder: Path) -> list[Row]:
     cut = [*whole, f"pieces={PIECES}"]
     sides = {"whole": [whole], "pieces": [cut], "exact": [[*cut, "exact=true"]], "bare, whole": [bare]}
     sides["bare, pieces"] = [[*bare, "--pieces", str(PIECES)]]
-    found, apart = race(case, sides, folder, {"pieces": ("bare, pieces", case.apart[0])}, task)
+    found, distances = race(case, sides, folder, {"pieces": ("bare, pieces", case.limits[0])}, task)
     one = {side: outcome.blocks for side, outcome in found.items()}
     ddp = [*cut, "strategy=ddp", "devices=2"]
     found, _ = race(case, {"pieces": [ddp], "exact": [[*ddp, "exact=true"]]}, folder)
     two = {side: outcome.blocks for side, outcome in found.items()}
     what, end = f"{case.model}, batch {case.batch}, one device, {PIECES} pieces", "exact=true against false"
     cut_goal, exact_goal = CUT_GOALS[case.model]
-    checked = f"{apart['pieces']:.1e} apart"
+    checked = f"{distances['pieces']:.1e} apart"
     return [
         row(f"{what}: against one piece", one["pieces"], one["whole"], cut_goal),
         row(f"{what}: the same of the loop with every lever", one["bare, pieces"], one["bare, whole"], None),
@@ -155,15 +166,15 @@ def scaling(folder: Path) -> list[Row]:
 def _scaling(case: Case, folder: Path) -> list[Row]:
     base = arguments(case, folder, (case.rounds + 1) * case.steps)
     half = [*base, f"batch_size={case.batch // 2}"]
-    sides = {"one": [base], "ddp": [[*base, "strategy=ddp", "devices=2"]], "apart": [half, half]}
+    sides = {"one": [base], "ddp": [[*base, "strategy=ddp", "devices=2"]], "separate": [half, half]}
     found, _ = race(case, sides, folder)
-    one, ddp, apart = (found[side].blocks for side in sides)
+    one, ddp, separate = (found[side].blocks for side in sides)
     what = f"{case.model}, batch {case.batch}, 2 workers of one thread"
     halves = f"two runs of {case.batch // 2} that do not talk"
     return [
         faster(f"{what}: part of twice one worker's speed", [2 * took for took in ddp], one, SCALING_GOAL),
-        faster(f"{what}: the same of {halves}", [2 * took for took in apart], one, None),
-        row(f"{what}: ddp against those two (all-reduce, waiting, loop)", ddp, apart, None),
+        faster(f"{what}: the same of {halves}", [2 * took for took in separate], one, None),
+        row(f"{what}: ddp against those two (all-reduce, waiting, loop)", ddp, separate, None),
     ]
 
 

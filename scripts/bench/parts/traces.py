@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
@@ -13,18 +11,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lockstep.run.checks import ROOT
+from parts.players import program
 
 
 def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
     """Runs train.py under torch's profiler: how often each event happens in an optimizer step, by its name.
 
     Raises:
-        subprocess.CalledProcessError: the run failed.
+        RuntimeError: the run failed.
     """
     with tempfile.TemporaryDirectory(dir=folder) as outputs:
-        command = [sys.executable, "src/train.py", "debug=profile", *overrides, f"outputs={outputs}"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        program("src/train.py", "debug=profile", *overrides, f"outputs={outputs}")
         (path,) = Path(outputs).rglob("trace.json")
         return per_step(json.loads(path.read_text())["traceEvents"])
 

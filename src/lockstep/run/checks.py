@@ -96,17 +96,6 @@ def choice(*names: str) -> Check:
     return checker(Literal[names])
 
 
-def several(each: Check) -> Check:
-    """A list of values, at least one, each of which passes `each`."""
-
-    def check(key: str, value: Any) -> list[Any]:
-        if not isinstance(value, list | tuple) or not value:
-            raise Refusal(f"{key}={show(value)}: must be a list, '{key}=[<value>,...]'")
-        return [each(key, one) for one in value]
-
-    return check
-
-
 flag, folder, run_name = checker(Flag), checker(Folder), checker(Name)
 
 
