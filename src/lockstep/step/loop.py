@@ -252,6 +252,14 @@ class StepLoop(_TrainingEpochLoop):
         )
 
 
+def forget_logged(trainer: pl.Trainer) -> None:
+    """Resets what `self.log` was given of the evaluation batch just done."""
+    for result in (trainer._results or {}).values():
+        if not result.has_reset:  # others were logged by an evaluation before
+            result.reset()
+            result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
+
+
 def is_last_step(trainer: pl.Trainer) -> bool:
     """Whether the step just taken is the run's last."""
     last_epoch = trainer.current_epoch + 1 == trainer.max_epochs

@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -51,17 +50,18 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()
         self._compression = compression
+        self._sync_batchnorm = sync_batchnorm
         self._without_ddp = False
         self._inside = False  # of a micro-batch's passes, which are not collective
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
         self._left: list[tuple[int, int] | None] = []
-        if sync_batchnorm:
-            self._layer_sync = TorchSyncBatchNorm()
 
     def configure_ddp(self) -> None:
         """Wraps the module. Lightning registers communication hooks on CUDA only; gloo takes them too."""
         module: Any = self.model
+        if self._sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # layers are replaced, their tensors stay
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
