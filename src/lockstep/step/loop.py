@@ -42,10 +42,7 @@ class StepTrainer(pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
 
     Args:
-        gradients: how the gradients of a step's pieces are summed; its strategy is the Trainer's.
-        finite: what is done about a gradient that is not finite.
-        seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
-        graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
+        gradients, finite, seed, graphs: as of `StepPasses`; the strategy of the gradients is the Trainer's.
         options: Lightning's own.
     """
 

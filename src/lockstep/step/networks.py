@@ -67,6 +67,3 @@ class EagerEvaluation(pl.Callback):
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        torch.compiler.set_stance("default")

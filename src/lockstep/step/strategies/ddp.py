@@ -91,8 +91,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         missing = {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}
         if not missing:
             return []
-        module: Any = self.lightning_module
-        return [name for name, p in module.named_parameters() if id(p) in missing]
+        return [name for name, p in self._module.named_parameters() if id(p) in missing]
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -114,7 +113,10 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._without_ddp = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("train", args, kwargs) if self._without_ddp else super().training_step(*args, **kwargs)
+        if not self._without_ddp:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._module.training_step(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and
@@ -136,17 +138,17 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("val", args, kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("test", args, kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._module.test_step(*args, **kwargs)
 
-    def _plain(self, stage: str, args: Any, kwargs: Any) -> Any:
-        """The module's own step, without DDP around it."""
-        module: Any = self.lightning_module
-        step = {"train": "training", "val": "validation"}.get(stage, stage)
-        with getattr(self.precision_plugin, f"{stage}_step_context")():
-            return getattr(module, f"{step}_step")(*args, **kwargs)
+    @property
+    def _module(self) -> Any:
+        """The user's module, without DDP around it."""
+        return self.lightning_module
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:
