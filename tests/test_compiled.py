@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +22,6 @@ from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import watchdog
-from lockstep.launch.scratch import outside, scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -161,17 +159,6 @@ def test_a_compiled_run_goes_on_uncompiled_and_the_other_way_round(tmp_path: Pat
         run = Program(tmp_path / first)(f"resume={run.folder}", f"compile={then}", "max_steps=6")
         assert run.summary["steps"] == never.summary["steps"] == 6
         assert apart(run, never) < 1e-13
-
-
-def test_kernels_are_not_kept_where_a_run_leaves_nothing() -> None:
-    place = tempfile.gettempdir()
-    with scratch_folder() as scratch:
-        assert tempfile.gettempdir() == scratch != place
-        with outside():
-            assert tempfile.gettempdir() == place
-        assert tempfile.gettempdir() == scratch
-    with outside():
-        assert tempfile.gettempdir() == place
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

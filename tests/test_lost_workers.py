@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_a_long_name_of_the_temporary_folder_does_not_hang_the_loaders(run_train
     long = tmp_path / ("long" * 30)
     long.mkdir()
     run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": str(long)})
+
+
+def test_what_was_killed_leaves_no_temporary_files(run_train: Program) -> None:
+    """Nor do its loader processes: the next run on the machine removes their sockets, too."""
+    with tempfile.TemporaryDirectory() as folder:  # of a short name
+        process = run_train.start(*JOB, "num_workers=1", env={"TMPDIR": folder})
+        wait_for(lambda: [*Path(folder).glob("lockstep_*/pymp-*/listener-*")], process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        time.sleep(1)  # what is younger may be about to be locked
+        run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": folder})
+        assert not [*Path(folder).glob("lockstep_*"), *Path(folder).glob("pymp-*")]
 
 
 def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
 def test_a_schedule_of_a_metric_names_it() -> None:
     with pytest.raises(Refusal, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
         rates(offered("scheduler=plateau", "~scheduler.monitor"), 1)
+    with pytest.raises(Refusal, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
+        rates(offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step"), 1)
 
 
 def test_schedules_are_their_closed_forms() -> None:

@@ -192,6 +192,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert summary["layout"]["devices"] == 2
     assert (run.folder / "rank_1.log").is_file()
     assert run.stderr.count("step 32 samples") == 1
+    assert "leaked" not in run.stderr, "what C++ libraries say of what is left at an interpreter's end"
 
 
 def test_torchruns_workers_can_try_nothing(tmp_path: Path) -> None:

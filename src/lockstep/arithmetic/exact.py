@@ -144,13 +144,9 @@ class ExactSum:
         found: list[Tensor] = []
         for group, flat in zip(self.groups, flats, strict=True):
             for index, part in zip(group, flat.split([self.like[index].numel() for index in group]), strict=True):
-                like = self.like[index]
+                shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
-                found.append(
-                    part.as_strided(like.shape, like.stride(), part.storage_offset())
-                    if dense
-                    else part.view(like.shape)
-                )
+                found.append(part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape))
         return found
 
     def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:

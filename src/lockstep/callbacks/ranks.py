@@ -9,6 +9,7 @@ import torch
 from torchmetrics import Metric
 
 from lockstep.launch.watchdog import beat
+from lockstep.step.loop import forget_logged
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -40,10 +41,7 @@ class DummyBatchOnEmptyRank(pl.Callback):
         for metric, before in self._updates:
             if metric.update_count != before:  # others are those of the epoch that is under way
                 metric.reset()
-        for result in (trainer._results or {}).values():
-            if not result.has_reset:  # others were logged by an evaluation before
-                result.reset()
-                result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
+        forget_logged(trainer)
 
     on_validation_batch_start = on_test_batch_start = _take_down
     on_validation_batch_end = on_test_batch_end = _forget

@@ -13,7 +13,7 @@ from functools import cache
 # Our own variables, for the processes that this one starts.
 RESTARTS = "LOCKSTEP_RESTARTS"  # of this run's workers by their parent; the agent counts its own
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
-BEATS = "LOCKSTEP_BEATS"  # the file in which workers tell how far they are: lockstep.launch.watchdog
+SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a moment: lockstep.launch.scratch
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Environment:
         agent_store: whether the agent's store is at the master's address.
         restarts: times that this worker's group was started again.
         started: `time.time()` when the command, or a sweep's job, began.
-        beats: the file in which the workers tell how far they are, where the parent watches them.
+        scratch: the folder of what the run's processes keep for a moment, where a parent has made one.
         slurm_job: the batch job that this process is part of.
         slurm_task: its number in there.
         slurm_restarts: times that SLURM has started the job again.
@@ -44,7 +44,7 @@ class Environment:
     agent_store: bool
     restarts: int
     started: float
-    beats: str
+    scratch: str
     slurm_job: str | None
     slurm_task: int
     slurm_restarts: int
@@ -74,7 +74,7 @@ def environment() -> Environment:
         agent_store=told.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(told.get(RESTARTS, "0")),
         started=float(told.get(STARTED, time.time())),
-        beats=told.get(BEATS, ""),
+        scratch=told.get(SCRATCH, ""),
         slurm_job=told.get("SLURM_JOB_ID"),
         slurm_task=int(told.get("SLURM_PROCID", "0")),
         slurm_restarts=int(told.get("SLURM_RESTART_COUNT", "0")),

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
@@ -134,7 +135,7 @@ def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> s
             value = agent.compare_set(f"{_run()}/{what}", "", value).decode()
         return of_rank_zero(value)
     if num_nodes > 1 and rdzv_endpoint:
-        return _first(what, value, rdzv_endpoint)
+        return _shared_store(rdzv_endpoint).compare_set(f"lockstep/{what}", "", value).decode()
     return value
 
 
@@ -150,19 +151,15 @@ def of_rank_zero(value: T) -> T:
     return values[0]
 
 
-_stores: dict[str, TCPStore] = {}  # an agreement's store lives as long as this process: others may come later
-
-
-def _first(what: str, value: str, endpoint: str) -> str:
+@cache
+def _shared_store(endpoint: str) -> TCPStore:
+    """Lives as long as this process: others may come later."""
     from torch.distributed import TCPStore
 
-    if endpoint not in _stores:
-        host, _, port = endpoint.rpartition(":")
-        try:  # whoever can open the port serves; the agent's rendezvous then shares it
-            store = TCPStore(
-                host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
-            )
-        except (RuntimeError, OSError):
-            store = TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
-        _stores[endpoint] = store
-    return _stores[endpoint].compare_set(f"lockstep/{what}", "", value).decode()
+    host, _, port = endpoint.rpartition(":")
+    try:  # whoever can open the port serves; the agent's rendezvous then shares it
+        return TCPStore(
+            host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
+        )
+    except (RuntimeError, OSError):
+        return TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)

@@ -61,6 +61,7 @@ def leave(code: int) -> NoReturn:
     """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
     worker, which may hold more than files and memory, is taken apart as usual."""
     if external_workers():
+        gc.unfreeze()  # else what C++ made looks leaked, and its libraries say so
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

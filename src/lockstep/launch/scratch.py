@@ -18,13 +18,12 @@ LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")  # byt
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """While it lasts, temporary files of this process and of its forks go to a folder of their own.
+    """A folder where temporary files usually lie; where that has so long a name that the data loaders' sockets don't
+    fit (they would hang), in /tmp.
 
-    Its lock is held by all of them, so a folder that nobody holds was left by processes that were killed: the next run
-    on the machine removes it, when it begins or (they may not be gone yet) when it ends. It lies in the usual place;
-    where that has so long a name that sockets don't fit (data loaders would hang), in /tmp.
+    Its lock is held by this process and its forks, so a folder that nobody holds was left by processes that were
+    killed: the next run on the machine removes it, when it begins or (they may not be gone yet) when it ends.
     """
-    before = tempfile.tempdir
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > LONGEST:
         place = "/tmp"
@@ -32,34 +31,11 @@ def scratch_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
-        tempfile.tempdir = folder
         try:
             yield folder
         finally:
-            tempfile.tempdir = before
             shutil.rmtree(folder, ignore_errors=True)
             _remove_left(place)
-
-
-@contextmanager
-def outside() -> Iterator[None]:
-    """While it lasts, temporary files go where the scratch folder lies: for what should outlive the run."""
-    before, place = tempfile.tempdir, tempfile.gettempdir()
-    tempfile.tempdir = os.path.dirname(place) if os.path.basename(place).startswith(PREFIX) else place
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
-
-
-def can_write() -> bool:
-    """Whether a message of some length could be left in a temporary file."""
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(bytes(1 << 16))
-    except OSError:
-        return False
-    return True
 
 
 def _remove_left(place: str) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.launch.environment import BEATS, environment, export
+from lockstep.launch.environment import SCRATCH, environment, export
 
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
 WAITS = -1  # in place of the micro-batch, see `patient`
@@ -67,15 +67,19 @@ def patient() -> Iterator[None]:
 def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
-    if path := environment().beats:
-        beats = np.asarray(np.memmap(path, dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
+    if folder := environment().scratch:
+        beats = np.asarray(np.memmap(_file(folder), dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
         _beats = beats.reshape(-1, 4)[rank]
         beat(0)
 
 
+def _file(folder: str) -> Path:
+    return Path(folder, "beats")
+
+
 def steps() -> int:
     """Asked by the parent while it watches: optimizer steps that all workers have made."""
-    beats = np.fromfile(environment().beats).reshape(-1, 4)
+    beats = np.fromfile(_file(environment().scratch)).reshape(-1, 4)
     return int(min((step for when, step, _, _ in beats if when), default=0))
 
 
@@ -158,10 +162,7 @@ class _Watch:
         step, _, _, when, rank, pid = min(rows)
         if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
             return
-        whose = "" if self.alone else " of this machine"
-        self.found[pid] = (
-            f"rank {rank}{whose} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
-        )
+        self.found[pid] = f"rank {rank} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
         print(self.found[pid], file=sys.stderr)
         self.table[rank] = 0
         waited = self.table[:, 0] > 0  # for it: they get their time anew
@@ -175,7 +176,7 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 
     Args:
-        folder: where the beats are kept, a small file.
+        folder: the run's scratch folder, where the beats are kept in a small file.
         workers: worker processes of this machine.
         timeout: seconds without a beat of the least advanced worker.
         alone: no other machine takes part, for whose workers the agent might wait; without workers of its own it is
@@ -183,9 +184,8 @@ def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> I
 
     Yields what was found: a message for each pid that was ended.
     """
-    path = Path(folder) / "beats"
-    table = np.memmap(path, dtype=np.float64, mode="w+", shape=(workers, 4))
-    export(**{BEATS: str(path)})
+    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(workers, 4))
+    export(**{SCRATCH: folder})
     watch = _Watch(table, timeout, alone)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from lockstep.launch import logs, watchdog
 from lockstep.launch.environment import environment
 from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.launch.processes import alive, end_children, set_parent_death_signal
-from lockstep.launch.scratch import can_write
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -58,7 +58,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     except Refusal as refusal:
         raise Refusal(str(refusal)) from None  # one class name for all kinds: it travels as text
     except Exception as error:
-        if not can_write():  # the message would travel in a file
+        if not _can_write():  # the message would travel in a file
             print(f"rank {environment().rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
         if is_peer_failure(error):
@@ -77,6 +77,16 @@ def _leave_soon(signum: int, frame: FrameType | None) -> None:
     timer.start()
 
 
+def _can_write() -> bool:
+    """Whether a message of some length could be left in a file."""
+    try:
+        with tempfile.TemporaryFile(dir=environment().scratch) as file:
+            file.write(bytes(1 << 16))
+    except OSError:
+        return False
+    return True
+
+
 def is_peer_failure(error: BaseException) -> bool:
     """Whether a worker failed only because it lost the connection to another one."""
     from torch.distributed import DistError
@@ -88,7 +98,7 @@ def _all_forked() -> None:
     """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
     store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
     locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = Path(environment().beats).with_name("forked")
+    gate = Path(environment().scratch, "forked")
     gate.mkdir(exist_ok=True)
     (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
+from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.loading.datasets import Splits, base
@@ -189,6 +191,8 @@ def _as_loader(parent: int, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _excepthook
     set_parent_death_signal(parent)
+    if folder := environment().scratch:
+        tempfile.tempdir = folder  # of this process: its sockets go with the run, also when it is killed
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -49,8 +49,12 @@ class Factory:
         made = call(self.key, partial(self.make, **kwargs), *args)
         if self.beside is None:
             return made
-        if isinstance(made, ReduceLROnPlateau) and "monitor" not in self.beside:
-            raise Refusal(f"{self.key}: {type(made).__name__} follows a metric: give +{self.key}.monitor=val/loss, say")
+        if isinstance(made, ReduceLROnPlateau):
+            monitor = str(self.beside.get("monitor", ""))
+            if not monitor:
+                raise Refusal(f"{self.key}: ReduceLROnPlateau follows a metric: give +{self.key}.monitor=val/loss, say")
+            if monitor.startswith("train/") and self.beside.get("interval") == "step":
+                raise Refusal(f"{self.key}.monitor={monitor} is known at an epoch's end: {self.key}.interval=epoch")
         return {"scheduler": made, **self.beside}
 
 

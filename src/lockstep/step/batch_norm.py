@@ -50,8 +50,7 @@ class BatchNormStats:
         self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
         self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
-        self.counted = [layer for layer in self.layers if layer.num_batches_tracked is not None]
-        self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.counted]
+        self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
         self.strategy = strategy
         self.world_size = world_size
         self.active = False
@@ -66,12 +65,12 @@ class BatchNormStats:
 
     def begin(self, step_batch: Any) -> None:
         """Remembers where the step starts. One piece on one process needs none of this."""
-        alone = step_batch.num_nonempty == 1 and self.world_size == 1 and not self.strategy.copies_buffers
-        self.active = bool(self.buffers) and not alone
+        one = step_batch.num_nonempty == 1 and self.world_size == 1 and not self.strategy.copies_buffers
+        self.active = bool(self.buffers) and not one
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
             self.start_counts = [counter.clone() for counter in self.counters]
-            self.counts = [now + layer.training for now, layer in zip(self.counters, self.counted, strict=True)]
+            self.counts = [now + layer.training for now, layer in zip(self.counters, self.layers, strict=True)]
             if self.exact is not None:
                 self.exact.begin()
             else:
@@ -81,8 +80,7 @@ class BatchNormStats:
         """Puts the step's beginning back before a micro-batch."""
         if self.active:
             torch._foreach_copy_(self.buffers, self.start)
-            if self.counters:  # `momentum=None` weighs a piece by them
-                torch._foreach_copy_(self.counters, self.start_counts)
+            torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
 
     def after(self) -> None:
         """Adds what a micro-batch's pieces left."""
@@ -110,8 +108,7 @@ class BatchNormStats:
             if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
-        if self.counters:
-            torch._foreach_copy_(self.counters, self.counts)
+        torch._foreach_copy_(self.counters, self.counts)
 
 
 def _wide(buffer: Tensor) -> torch.dtype:

@@ -6,7 +6,6 @@ size: each micro-batch's mean loss is weighted by its samples over the step's sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,16 +87,7 @@ class ExactGradientSum(GradientSum):
         self.sum: ExactSum | None = None
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
-        self._restored: list[int | None] = []
-
-    @property
-    def exponents(self) -> list[int | None]:
-        """The grids, which follow from the steps before: a checkpoint must hold them."""
-        return self._restored if self.sum is None else self.sum.exponents
-
-    @exponents.setter
-    def exponents(self, exponents: Sequence[int | None]) -> None:
-        self._restored = list(exponents)
+        self.exponents: list[int | None] = []  # the grids, which follow from the steps before: checkpoints hold them
 
     def begin(self, step_batch: Any) -> None:
         if not self.everything:
@@ -105,9 +95,9 @@ class ExactGradientSum(GradientSum):
         trained = [p for p in self.everything if p.requires_grad]
         if self.sum is None or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
             self.sum, self.parameters = ExactSum([p.detach() for p in trained]), trained
-            restored, self._restored = self._restored, []
-            if len(restored) == len(self.sum.exponents):
-                self.sum.exponents = restored
+            if len(self.exponents) == len(self.sum.exponents):
+                self.sum.exponents = self.exponents
+            self.exponents = self.sum.exponents
         held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
         for parameter in self.parameters:
             if id(parameter) not in held:  # what no optimizer steps it does not reset either

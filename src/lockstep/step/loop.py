@@ -42,10 +42,7 @@ class StepTrainer(pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
 
     Args:
-        gradients: how the gradients of a step's pieces are summed; its strategy is the Trainer's.
-        finite: what is done about a gradient that is not finite.
-        seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
-        graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
+        gradients, finite, seed, graphs: as of `StepPasses`; the strategy of the gradients is the Trainer's.
         options: Lightning's own.
     """
 
@@ -250,6 +247,14 @@ class StepLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or (
             is_last_step(self.trainer) and self._should_check_val_epoch()
         )
+
+
+def forget_logged(trainer: pl.Trainer) -> None:
+    """Resets what `self.log` was given of the evaluation batch just done."""
+    for result in (trainer._results or {}).values():
+        if not result.has_reset:  # others were logged by an evaluation before
+            result.reset()
+            result.has_reset = False  # else Lightning takes it for not logged, and other ranks wait for this one
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.scratch import outside
 from lockstep.launch.watchdog import compiling
 
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
@@ -35,12 +34,9 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
     if not found:
         raise Refusal(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
-    with outside():  # else kernels, and headers that take 10 s to prepare, would go where the run's own files go
-        import torch._dynamo
-        import torch._inductor.codecache
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
+    import torch._dynamo
+    import torch._inductor
 
-        cache_dir()  # sets TORCHINDUCTOR_CACHE_DIR, where it is not set
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
@@ -71,6 +67,3 @@ class EagerEvaluation(pl.Callback):
 
     on_test_start = on_validation_start
     on_test_end = on_validation_end
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        torch.compiler.set_stance("default")

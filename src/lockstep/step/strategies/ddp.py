@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -51,17 +50,18 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()
         self._compression = compression
+        self._sync_batchnorm = sync_batchnorm
         self._without_ddp = False
         self._inside = False  # of a micro-batch's passes, which are not collective
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
         self._left: list[tuple[int, int] | None] = []
-        if sync_batchnorm:
-            self._layer_sync = TorchSyncBatchNorm()
 
     def configure_ddp(self) -> None:
         """Wraps the module. Lightning registers communication hooks on CUDA only; gloo takes them too."""
         module: Any = self.model
+        if self._sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # layers are replaced, their tensors stay
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
@@ -91,8 +91,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         missing = {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}
         if not missing:
             return []
-        module: Any = self.lightning_module
-        return [name for name, p in module.named_parameters() if id(p) in missing]
+        return [name for name, p in self._module.named_parameters() if id(p) in missing]
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -114,7 +113,10 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._without_ddp = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("train", args, kwargs) if self._without_ddp else super().training_step(*args, **kwargs)
+        if not self._without_ddp:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._module.training_step(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and
@@ -136,17 +138,17 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("val", args, kwargs)
+        with self.precision_plugin.val_step_context():
+            return self._module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain("test", args, kwargs)
+        with self.precision_plugin.test_step_context():
+            return self._module.test_step(*args, **kwargs)
 
-    def _plain(self, stage: str, args: Any, kwargs: Any) -> Any:
-        """The module's own step, without DDP around it."""
-        module: Any = self.lightning_module
-        step = {"train": "training", "val": "validation"}.get(stage, stage)
-        with getattr(self.precision_plugin, f"{stage}_step_context")():
-            return getattr(module, f"{step}_step")(*args, **kwargs)
+    @property
+    def _module(self) -> Any:
+        """The user's module, without DDP around it."""
+        return self.lightning_module
 
 
 def _state(gradient: Tensor | None) -> tuple[int, int] | None:

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map, tree_map_only
 
 from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.step.batch import MicroBatch
@@ -152,33 +153,24 @@ def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
 
 def _slice(value: Any, start: int, size: int, total: int, device: torch.device) -> Any:
     """The samples `start` to `start + size` of every tensor that has `total` of them, on `device`."""
-    if isinstance(value, Tensor):
-        part = value[start : start + size] if value.dim() and value.shape[0] == total else value
+
+    def cut(tensor: Tensor) -> Tensor:
+        part = tensor[start : start + size] if tensor.dim() and tensor.shape[0] == total else tensor
         return part.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {key: _slice(part, start, size, total, device) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return _like(value, [_slice(part, start, size, total, device) for part in value])
-    return value
 
-
-def _like(example: Any, parts: list[Any]) -> Any:
-    """Parts as a list or tuple of the example's kind."""
-    return type(example)(*parts) if hasattr(example, "_fields") else type(example)(parts)
+    return tree_map_only(Tensor, cut, value)
 
 
 def _gather(outputs: list[Any], device: torch.device) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        if len(outputs) == 1:
-            return first.to(device)
-        if not first.dim():
+    """What was returned for each piece, as one: tensors, or dicts, lists or tuples of them."""
+
+    def join(*parts: Any) -> Tensor:
+        if not isinstance(parts[0], Tensor):
+            raise Refusal(f"strategy=dp can't gather a {type(parts[0]).__name__} from pieces: return tensors")
+        if len(parts) == 1:
+            return parts[0].to(device)
+        if not parts[0].dim():
             raise Refusal("strategy=dp: forward() returned one number for a whole piece: return something per sample")
-        return torch.cat([output.to(device) for output in outputs])
-    if isinstance(first, dict):
-        return {key: _gather([output[key] for output in outputs], device) for key in first}
-    if isinstance(first, list | tuple):
-        return _like(first, [_gather(list(parts), device) for parts in zip(*outputs, strict=True)])
-    raise TypeError(
-        f"strategy=dp can't gather a {type(first).__name__} from pieces: return tensors, or dicts or lists of them"
-    )
+        return torch.cat([part.to(device) for part in parts])
+
+    return tree_map(join, *outputs)
