@@ -34,9 +34,9 @@ def test_strong_keeps_the_step_and_weak_lets_it_grow(tmp_path: Path) -> None:
     [
         ("over=2", "over=2: must be a list"),
         ("over=[]", "over=[]: must be a list"),
-        ("over=[0]", "over=0: must be a whole number of at least 1"),
+        ("over=[0]", "over=0: must be greater than or equal to 1"),
         ("modes=[weakly]", "modes=weakly: did you mean weak?"),
-        ("batch_size=many", "batch_size=many: must be a whole number"),
+        ("batch_size=many", "batch_size=many: must be a valid integer"),
     ],
 )
 def test_what_it_cannot_run_is_a_line(tmp_path: Path, wrong: str, says: str) -> None:

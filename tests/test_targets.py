@@ -82,8 +82,8 @@ def test_what_the_local_config_names_is_taken() -> None:
         (None, "no data, data_dir, lr, model"),
         (["model"], "no data, data_dir, lr, model"),
         ({"model": {}}, "no data, data_dir, lr, optimizer"),
-        (composed() | {"model": 3}, "model=3: must be the name of a file in conf/model/"),
-        (composed() | {"optimizer": [1]}, "optimizer=.*: must be the name of a file in conf/optimizer/"),
+        (composed() | {"model": 3}, "model=3: must be a valid dictionary"),
+        (composed() | {"optimizer": [1]}, "optimizer=.*: must be a valid dictionary"),
     ],
     ids=["none", "a list", "a part", "a number", "another list"],
 )

@@ -149,7 +149,7 @@ def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("lr=0.01,0.1,-1", r"lr=-1: must be a number greater than 0 \(job 2: lr=-1\)"),
+        ("lr=0.01,0.1,-1", r"lr=-1: must be greater than 0 \(job 2: lr=-1\)"),
         ("lr=0.01,0.1,-1 strategy=dp,ddp", r"lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)"),
         ("batch_size=32,33 pieces=1,2", r"batch_size=33 can't be .* \(job 3: batch_size=33 pieces=2\)"),
         (

@@ -68,9 +68,7 @@ class Strategy(StrategyOptions):
     """The group `strategy`."""
 
     name: Literal["auto", "ddp", "dp"]
-    shares: Annotated[
-        tuple[Positive, ...] | None, Field(description="a list of numbers greater than 0, one for each device")
-    ] = None
+    shares: tuple[Positive, ...] | None = None
 
 
 FREE = (  # of Lightning's Trainer: the step, the layout and the run's length have keys of their own
@@ -101,12 +99,7 @@ class Debug:
     """What a run does so that somebody can look at it."""
 
     one_batch: Flag = False
-    trainer: Annotated[
-        dict[str, Any],
-        BeforeValidator(filled),
-        AfterValidator(free),
-        Field(description=f"a mapping of keys of Lightning's Trainer: {', '.join(FREE)}"),
-    ] = Field(default_factory=dict)
+    trainer: Annotated[dict[str, Any], BeforeValidator(filled), AfterValidator(free)] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -139,11 +132,7 @@ class Kept:
     threads: Whole | None = None
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     allocator: Literal["auto", "system"] = "auto"
-    compile: Annotated[
-        MODES | None,
-        BeforeValidator(compile_mode),
-        Field(description=f"true, false, or a mode of torch.compile: {', '.join(MODES.__args__)}"),
-    ] = None
+    compile: Annotated[MODES | None, BeforeValidator(compile_mode)] = None
     resident: Flag | Literal["auto"] = "auto"
     max_epochs: Whole = 1
     max_steps: Whole | None = None
@@ -158,7 +147,7 @@ class Kept:
     log_every: Whole = 50
     resume: Text | None = None
     checkpoint: Text | None = None
-    callbacks: OptionalGroup = field(default_factory=dict)
+    callbacks: Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)] = field(default_factory=dict)
     logger: OptionalGroup = field(default_factory=dict)
     debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
 
