@@ -111,7 +111,7 @@ def options(group: str) -> list[str]:
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """`did you mean X? known: ...`; of a long list only what is near."""
-    known = list(known)
+    known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
     nearest = f"did you mean {near[0]}?" if near else ""
     return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
@@ -132,7 +132,7 @@ def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> 
         value = value[part]
     name = ".".join(keys)
     if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{name}: there is no such key; {unknown(keys[-1], sorted(known))}"
+        return f"{name}: there is no such key; {unknown(keys[-1], known)}"
     said = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
     right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in said)
     return f"{name}={show(value)}: must be {right}"

@@ -24,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import place
-from lockstep.launch.environment import STARTED, export, external_workers
+from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
@@ -81,15 +81,22 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
             shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
             if sweeping and not shared and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
+        except Interrupted as interrupted:
+            saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
+            if saved and not sweeping and environment().rank == 0:
+                interrupted.add_note(
+                    f"to go on: python {os.path.relpath(sys.argv[0])} resume={os.path.relpath(folder)}"
+                )
+            raise
         except Exception as error:
             if not sweeping:
                 raised.append(error)
                 if isinstance(error, BAD_INPUT):
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
-                sys.exit(f"error: {line(error, config_name)}")
+                sys.exit(f"error: {line(error)}")
             else:  # the sweep tells of it, from its own process
-                conclude(folder, "failed", line(error, config_name))
+                conclude(folder, "failed", line(error))
                 if full:
                     traceback.print_exception(error)
 
@@ -100,7 +107,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         told = slurm.requeue() if code == 143 else None
-        return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", told]))
+        how = told or "\n".join(getattr(interrupted, "__notes__", ()))
+        return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
@@ -114,14 +122,14 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     (error,) = raised
     if full:
         traceback.print_exception(error)
-    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error, config_name)}"
+    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error)}"
 
 
 def _help(config_name: str) -> tuple[int, str]:
     try:
         page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
     except BAD_INPUT as refused:
-        return REFUSED, f"error: {line(refused, config_name)}"
+        return REFUSED, f"error: {line(refused)}"
     with suppress(BrokenPipeError):  # piped into head, say
         print(page, flush=True)
     return 0, ""
@@ -134,21 +142,21 @@ def all_know(error: Exception) -> bool:
     return isinstance(error, Refusal | NonFinite)
 
 
-def line(error: BaseException, config_name: str) -> str:
+def line(error: BaseException) -> str:
     """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, Refusal):  # a resolver's, which OmegaConf wraps in words
         cause = cause.__cause__ or cause.__context__
-    message = _message(cause or error, config_name)
+    message = _message(cause or error)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split()))
 
 
-def _message(error: BaseException, config_name: str) -> str:
+def _message(error: BaseException) -> str:
     said = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
         return pages.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
-        return pages.no_key(match[1], config_name, error.__cause__)
+        return pages.no_key(match[1], error.__cause__)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
