@@ -121,6 +121,20 @@ def test_a_run_ends_with_a_validation(run_train: Program, when: str) -> None:
     assert checkpoint(run.folder, "best")["global_step"] == run.summary["steps"]
 
 
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}",
+        "scheduler.monitor=val/x",
+        "callbacks.checkpoint.monitor=val/x",
+    ],
+)
+def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: str) -> None:
+    run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
+
+
 def test_sweep_of_layouts(run_train: Program) -> None:
     run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
     layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]

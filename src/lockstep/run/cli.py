@@ -84,9 +84,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
             if saved and not sweeping and environment().rank == 0:
-                interrupted.add_note(
-                    f"to go on: python {os.path.relpath(sys.argv[0])} resume={os.path.relpath(folder)}"
-                )
+                program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
+                interrupted.add_note(f"to go on: python {program} resume={shown}")
             raise
         except Exception as error:
             if not sweeping:
