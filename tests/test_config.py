@@ -118,11 +118,7 @@ REFUSED: list[tuple[str, str]] = [
         "model._target_=timn.create_model",
         "model._target_=timn.create_model: .* no module timn, neither in src/ nor inst",
     ),
-    (
-        "+debug.trainer.max_steps=3",
-        "debug.trainer.max_steps: give max_steps instead",
-    ),
-    ("+debug.trainer.limit_val_batch=2", "debug.trainer.limit_val_batch: did you mean limit_val_batches"),
+    ("+debug.trainer.max_steps=3", "debug.trainer.max_steps=3: must be 'benchmark', .* or 'profiler'"),
     ("+debug.trainer.benchmark=true exact=true", "debug.trainer.benchmark=true and exact=true don't go together"),
     ("+debug.trainer=3", "debug.trainer=3: must be a valid dictionary"),
     ("+debug.one_bacth=true", "debug.one_bacth: there is no such key; did you mean one_batch"),

@@ -370,7 +370,7 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
     summary = run.summary
     log = (run.folder / "train.log").read_text()
     assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
-    assert run.stderr.endswith(f"to go on: python src/train.py resume={os.path.relpath(run.folder)}\n")
+    assert run.stderr.endswith(f"to go on: resume={os.path.relpath(run.folder)}\n")
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert signum.name in summary["error"]
     assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"

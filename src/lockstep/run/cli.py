@@ -43,9 +43,6 @@ BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", 
 class SweepFailed(Exception):
     """Jobs of a sweep failed; the others ended well."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} job{'s' * (count > 1)} of the sweep failed")
-
 
 def command(job: Job, config_name: str) -> NoReturn:
     """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
@@ -55,10 +52,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     import_quickly()
-    if {"--help", "-h"} & set(sys.argv):
-        code, said = _help(config_name)
-    else:
-        code, said = run(job, config_name)
+    code, said = run(job, config_name)
     if said:
         print(said, file=sys.stderr)
     leave(code)
@@ -84,8 +78,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
             if saved and not sweeping and environment().rank == 0:
-                program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
-                interrupted.add_note(f"to go on: python {program} resume={shown}")
+                interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
             raise
         except Exception as error:
             if not sweeping:
@@ -101,6 +94,11 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
 
     ran = False
     try:
+        if {"--help", "-h"} & set(sys.argv):
+            page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
+            with suppress(BrokenPipeError):  # piped into head, say
+                print(page, flush=True)
+            return 0, ""
         sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
@@ -122,16 +120,6 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     if full:
         traceback.print_exception(error)
     return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error)}"
-
-
-def _help(config_name: str) -> tuple[int, str]:
-    try:
-        page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
-    except BAD_INPUT as refused:
-        return REFUSED, f"error: {line(refused)}"
-    with suppress(BrokenPipeError):  # piped into head, say
-        print(page, flush=True)
-    return 0, ""
 
 
 def all_know(error: Exception) -> bool:

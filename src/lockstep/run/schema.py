@@ -10,12 +10,11 @@ from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, unknown
+from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -71,7 +70,8 @@ class Strategy(StrategyOptions):
     shares: tuple[Positive, ...] | None = None
 
 
-FREE = (  # of Lightning's Trainer: the step, the layout and the run's length have keys of their own
+# Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.
+FREE: TypeAlias = Literal[
     "benchmark",
     "detect_anomaly",
     "gradient_clip_algorithm",
@@ -82,16 +82,7 @@ FREE = (  # of Lightning's Trainer: the step, the layout and the run's length ha
     "min_epochs",
     "min_steps",
     "profiler",
-)
-
-
-def free(trainer: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the Trainer that no other key sets."""
-    for name in trainer:
-        if name not in FREE:
-            own = f"give {name} instead" if name in Keys.__dataclass_fields__ else unknown(str(name), FREE)
-            raise Refusal(f"debug.trainer.{name}: {own}")
-    return trainer
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -99,7 +90,7 @@ class Debug:
     """What a run does so that somebody can look at it."""
 
     one_batch: Flag = False
-    trainer: Annotated[dict[str, Any], BeforeValidator(filled), AfterValidator(free)] = Field(default_factory=dict)
+    trainer: Annotated[dict[FREE, Any], BeforeValidator(filled)] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)

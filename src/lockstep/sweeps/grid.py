@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.machine import gpu_count
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
@@ -87,7 +87,7 @@ def launch(
             program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
             print(f"to run what is missing: python {program} sweep.resume={shown}", file=sys.stderr)
     if progress.failed:
-        raise SweepFailed(progress.failed)
+        raise SweepFailed(f"{counted(progress.failed, 'job')} of the sweep failed")
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 
