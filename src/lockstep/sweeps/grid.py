@@ -50,7 +50,7 @@ def launch(
     every = []
     for number, overrides in enumerate(listed, first):
         of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
-        label = " ".join(override for override in overrides if override not in common)
+        label = " ".join(override for override in overrides if override not in common) or "as given"
         every.append(Job(number, folder / str(number), of_the_run, label))
     inside = jobs.in_place(config.num_nodes)
     places = _places(sweep.jobs, config, inside)
@@ -60,7 +60,6 @@ def launch(
         summary = summary_of(job.folder)
         if summary.get("status") == "completed":
             progress.saw(job.number, summary)
-            progress.done += 1
         else:
             missing.append(job)
     if config.hydra.job.config_name == "train":
