@@ -44,7 +44,7 @@ def refused(*overrides: str) -> str:
     """The line that a user would read; an AssertionError if there is none, or more than one."""
     with pytest.raises(BAD_INPUT) as caught:
         checked(*overrides)
-    said = line(caught.value, "train")
+    said = line(caught.value)
     assert said
     assert "\n" not in said
     return said
@@ -55,27 +55,30 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
-    ("optimizer=lion", "optimizer=lion: known: adamw, sgd; any other: docs/own.md"),
+    ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),
     ("model.dropuot=0.5", "model.dropuot: there is no such key.*dropout"),
     (
         "model=resnet18 model.nrom=1",
         "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem$",
     ),
-    ("model.norm=group", "model.norm: there is no such key; model=resnet18 has it"),
+    ("model.norm=group", "model.norm: there is no such key; known: "),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
-    ("model.optimizer.momentum=1", "model.optimizer.momentum: there is no such key; --help lists them"),
-    ("devices=0", "devices=0.*at least 1"),
-    ("devices=1.5", "devices=1.5.*whole number"),
+    ("model.optimizer.momentum=1", "model.optimizer.momentum: there is no such key; known: "),
+    ("devices=0", "devices=0: must be greater than or equal to 1"),
+    ("devices=1.5", "devices=1.5: must be a valid integer"),
     ("devices=64", "devices=64.*8 workers at most"),
     ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
-    ("compile=fast", "compile=fast: must be true, false, or a mode of torch.compile: default,.*reduce-overhead"),
-    ("compile=reduce-overhead", "compile=reduce-overhead: CUDA graphs need a GPU; compile=true"),
-    ("compile=true strategy=dp devices=2", "compile=true: strategy=dp gives a network other.*ddp"),
-    ("resident=true", "resident=true: there is no GPU.*resident=auto"),
+    ("compile=fast", "compile=fast: must be 'default', .*'reduce-overhead' or"),
+    (
+        "compile=reduce-overhead",
+        "compile=reduce-overhead and accelerator=cpu don't go together: CUDA graphs need a GPU",
+    ),
+    ("compile=true strategy=dp devices=2", "compile=true and strategy=dp don't go together: .*strategy=ddp"),
+    ("resident=true", "resident=true and .*: there is no GPU.*resident=auto"),
     ("num_nodes=2", "num_nodes=2.*rdzv_endpoint=<host>:<port>"),
     ("rdzv_endpoint=localhost", "rdzv_endpoint=localhost: one machine meets no other; give num_nodes=2"),
-    ("elastic=true", "elastic=true: only ddp on several devices.*max_restarts=1"),
+    ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
     ("num_nodes=2 rdzv_endpoint=there", "rdzv_endpoint=there.*<host>:<port>"),
     ("num_nodes=2 strategy=dp rdzv_endpoint=there:29500", "num_nodes=2: dp is one process.*strategy=ddp"),
     ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
@@ -85,46 +88,39 @@ REFUSED: list[tuple[str, str]] = [
     ("batch_size=2 pieces=3", "batch_size=2.*3 equal pieces.*batch_size=3 can"),
     ("pieces=3 devices=4", "pieces=3.*4 devices.*pieces=4 or more"),
     ("pieces=8 devices=2 accumulate_grad_batches=2", "pieces=8 on 2 dev.*accumulate_grad_batches=4, not 2.*pieces=4"),
-    ("accumulate_grad_batches=0", "accumulate_grad_batches=0.*at least 1"),
-    ("accumulate_grad_batches=two", "accumulate_grad_batches=two.*whole number"),
+    ("accumulate_grad_batches=0", "accumulate_grad_batches=0: .*equal to 1 or 'auto'"),
+    ("accumulate_grad_batches=two", "accumulate_grad_batches=two: must be a valid integer or 'auto'"),
     ("lr=-0.1", "lr=-0.1.*greater than 0"),
-    ("lr=inf", "lr=inf.*greater than 0"),
-    ("precision=33", "precision=33.*auto, 64-true, 32-true, 16-true, bf16-true, 16-mixed, bf16-mixed"),
-    ("precision=16-mixed", "precision=16-mixed needs a GPU; precision=auto"),
-    (
-        "precision=auto num_nodes=2 rdzv_endpoint=there:29500",
-        "precision=auto: machines may differ.*precision=bf16-mixed or 32-true",
-    ),
-    ("seed=null", "seed=null.*at least 0"),
-    ("seed=4294967296", "seed=4294967296.*at most 4294967295"),
-    ("callbacks.pictures=true", "callbacks.pictures=true: must be null, or a mapping"),
-    ("exact=maybe", "exact=maybe.*true or false"),
-    ("exact=true precision=bf16-true", "exact=true.*64-true, 32-true and bf16-mixed, not bf16-true"),
+    ("lr=inf", "lr=inf: must be a finite number"),
+    ("precision=33", "precision=33: must be 'auto', '64-true', .* or 'bf16-mixed'"),
+    ("precision=16-mixed", "precision=16-mixed and .*: fp16 needs a GPU; precision=auto"),
+    ("precision=auto num_nodes=2 rdzv_endpoint=there:29500", "precision=auto and num_nodes=2 .*bf16-mixed or 32-true"),
+    ("seed=null", "seed=null: must be a valid integer"),
+    ("seed=4294967296", "seed=4294967296: must be .*equal to 4294967295"),
+    ("callbacks.pictures=true", "callbacks.pictures=true: must be a valid dictionary"),
+    ("exact=maybe", "exact=maybe: must be a valid boolean"),
+    ("exact=true precision=bf16-true", "precision=bf16-true and exact=true .*64-true, 32-true, bf16-mixed"),
     ("name=../elsewhere", "name=../elsewhere.*letter or digit"),
-    ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*list of 2 numbers"),
-    ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a list of numbers greater than 0"),
-    ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: known: none, bf16, fp16, powersgd"),
-    ("data.val_fraction=1", "data.val_fraction=1: must be a number of at least 0 and below 1"),
-    ("data.augment=3", "data.augment=3: must be a mapping of crop, flip, fill"),
-    ("data.augment.fill=white", "data.augment.fill=white: known: zero, reflect"),
-    ("+data.augment.zoom=2", "data.augment.zoom: there is no such key; known: crop, fill, flip"),
-    ("sweep.jobs=0", "sweep.jobs=0.*at least 1"),
+    ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*must be 2 numbers"),
+    ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a valid tuple"),
+    ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: must be 'none', 'bf16', .* or 'powersgd'"),
+    ("data.val_fraction=1", "data.val_fraction=1: must be less than 1"),
+    ("data.augment=3", "data.augment=3: must be a valid dictionary"),
+    ("data.augment.fill=white", "data.augment.fill=white: must be 'zero' or 'reflect'"),
+    ("+data.augment.zoom=2", "data.augment.zoom: there is no such key"),
+    ("sweep.jobs=0", "sweep.jobs=0: .*equal to 1"),
     ("+sweep.job=2", "sweep.job: there is no such key; did you mean jobs"),
     ("~batch_size", "batch_size must be given: batch_size="),
-    ("name=[a]", r"name=\['a'\]: must be a name"),
+    ("name=[a]", r"name=\['a'\]: must be a valid string"),
     ("outputs=''", "outputs=: must be a folder"),
     ("strategy=dp devices=2 +strategy.compression=bf16", "strategy.compression=bf16.*only ddp"),
     (
         "model._target_=timn.create_model",
         "model._target_=timn.create_model: .* no module timn, neither in src/ nor inst",
     ),
-    (
-        "+debug.trainer.max_steps=3",
-        "debug.trainer.max_steps: give max_steps instead",
-    ),
-    ("+debug.trainer.limit_val_batch=2", "debug.trainer.limit_val_batch: did you mean limit_val_batches"),
-    ("+debug.trainer.benchmark=true exact=true", "debug.trainer.benchmark=true chooses kernels.*exact=true"),
-    ("+debug.trainer=3", "debug.trainer=3: must be a mapping of keys of Lightning's Trainer"),
+    ("+debug.trainer.max_steps=3", "debug.trainer.max_steps=3: must be 'benchmark', .* or 'profiler'"),
+    ("+debug.trainer.benchmark=true exact=true", "debug.trainer.benchmark=true and exact=true don't go together"),
+    ("+debug.trainer=3", "debug.trainer=3: must be a valid dictionary"),
     ("+debug.one_bacth=true", "debug.one_bacth: there is no such key; did you mean one_batch"),
     ("data._target_=open", "data._target_=open: must be a dotted path"),
     ("+model.net._target_=nowhere.Net", "model.net._target_=nowhere.Net: there is no module nowhere"),
@@ -142,10 +138,11 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
         ("debug=true", "debug=true: takes one name; known: batch, overfit, profile"),
         ("model=1", "model=1: takes one name; known: fast_cnn, mnist_cnn, resnet18"),
         ("model={name:mnist_cnn}", "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, resnet18"),
+        ("foo", "foo: an override is <key>=<value>"),
         ("logger=[tensorboard,csv]", "logger=.*: takes one name; .*known: csv, none, tensorboard"),
     ],
 )
-def test_what_is_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
+def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
     keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "callbacks=[default,none]"])
     with pytest.raises(Refusal, match=says):
         keyed([*chosen, argument])
@@ -196,16 +193,22 @@ def test_the_layout_alone_says_who_computes_what() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("devices=2 strategy.sync_batchnorm=true exact=true", "makes pieces depend on each other.*leave one out"),
-        ("devices=2 strategy.sync_batchnorm=true strategy.shares=[1,2]", "as many pieces; leave strategy.shares out"),
-        ("devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48", "pieces=3: .*the 2 devices must divide them"),
-        ("devices=2 strategy.sync_batchnorm=true compile=true", "compile=true: .*waits for other ranks"),
+        (
+            "devices=2 strategy.sync_batchnorm=true exact=true",
+            "sync_batchnorm=true and exact=true .*depend on each other",
+        ),
+        ("devices=2 strategy.sync_batchnorm=true strategy.shares=[1,2]", "and strategy.shares .*as many pieces"),
+        (
+            "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",
+            "and pieces=3 .*the 2 devices must divide them",
+        ),
+        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for each other"),
         ("strategy.sync_batchnorm=true", "for ddp on GPUs only"),
-        ("devices=2 strategy.compression=fp16 exact=true", "compression=fp16 rounds gradients: exact=true can't hold"),
-        ("devices=2 strategy.compression=fp16 precision=64-true", "float32 gradients only, not 64-true"),
-        ("compile=max-autotune exact=true", "compile=max-autotune chooses kernels by their speed"),
-        ("precision=16-mixed exact=true", "precision=64-true, 32-true and bf16-mixed, not 16-mixed"),
-        ("accumulate_grad_batches=auto pieces=4", "pieces=4 fixes what accumulate_grad_batches=auto looks for"),
+        ("devices=2 strategy.compression=fp16 exact=true", "compression=fp16 and exact=true .*rounds gradients"),
+        ("devices=2 strategy.compression=fp16 precision=64-true", "and precision=64-true .*float32 gradients only"),
+        ("compile=max-autotune exact=true", "compile=max-autotune and exact=true .*by their speed"),
+        ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
+        ("accumulate_grad_batches=auto pieces=4", "auto and pieces=4 don't go together"),
     ],
 )
 def test_what_can_not_go_together_on_gpus(monkeypatch: pytest.MonkeyPatch, overrides: str, says: str) -> None:
@@ -422,7 +425,7 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
     assert data_of("+data=digits") == composed("data=digits")["data"]
     with pytest.raises(BAD_INPUT) as caught:
         data_of("data=digits")
-    assert line(caught.value, "evaluate") == "data: there is no such key; +data=<name> adds it"
+    assert line(caught.value) == "data: there is no such key; +data=<name> adds it"
 
 
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
@@ -458,4 +461,4 @@ def test_a_traceback_for_those_who_ask(run_train: Program) -> None:
     run = run_train("lr=-1", env={"HYDRA_FULL_ERROR": "1"}, ok=False)
     assert run.returncode == 2
     assert "Traceback" in run.stderr
-    assert run.stderr.endswith("error: lr=-1: must be a number greater than 0\n")
+    assert run.stderr.endswith("error: lr=-1: must be greater than 0\n")

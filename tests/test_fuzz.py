@@ -34,7 +34,7 @@ def accepted(read: Callable[[], Any]) -> bool:
     try:
         read()
     except Refusal as refusal:
-        text = cli.line(refusal, "train")
+        text = cli.line(refusal)
         assert len(text) > 10, text
         assert text.isprintable(), text
         return False
@@ -221,6 +221,6 @@ def test_command_lines() -> None:
         try:
             check(composed(*keyed([override]), *SMALL))
         except cli.BAD_INPUT as error:
-            message = cli.line(error, "train")
+            message = cli.line(error)
             assert message.strip(), override
             assert "\n" not in message, override

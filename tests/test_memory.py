@@ -120,8 +120,8 @@ def test_what_an_error_says_of_memory() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pieces": 4}, "pieces=4 fixes what accumulate_grad_batches=auto looks for"),
-        ({"memory_budget": 0}, "memory_budget=0: must be a number greater than 0"),
+        ({"pieces": 4}, "accumulate_grad_batches=auto and pieces=4 don't go together"),
+        ({"memory_budget": 0}, "memory_budget=0: must be greater than 0"),
     ],
 )
 def test_what_auto_does_not_go_with(changes: dict[str, Any], message: str) -> None:

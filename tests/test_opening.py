@@ -75,7 +75,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be a number of at least 0 and below 1"),
+        ({"val_fraction": 1.0}, "data.val_fraction=1.0: must be less than 1"),
         ({"val_fraction": -0.1}, "data.val_fraction=-0.1"),
         ({"val_fraction": 0.9999}, "none would be left"),
         ({"augment": {"crop": 28}}, "less than the images' 28 pixels"),

@@ -23,10 +23,10 @@ from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.arithmetic.order import DataOrder
 from lockstep.loading import Splits
 from lockstep.run import cli
+from lockstep.run.build import make_loggers
 from lockstep.run.config import check
 from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
-from lockstep.run.loggers import make_loggers
 from lockstep.run.opening import open_data
 from lockstep.run.resume import key
 
@@ -436,4 +436,4 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is Refusal else cli.line(caught.value, "train"))
+    assert re.search(says, str(caught.value) if error is Refusal else cli.line(caught.value))

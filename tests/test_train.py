@@ -121,6 +121,20 @@ def test_a_run_ends_with_a_validation(run_train: Program, when: str) -> None:
     assert checkpoint(run.folder, "best")["global_step"] == run.summary["steps"]
 
 
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}",
+        "scheduler.monitor=val/x",
+        "callbacks.checkpoint.monitor=val/x",
+    ],
+)
+def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: str) -> None:
+    run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
+
+
 def test_sweep_of_layouts(run_train: Program) -> None:
     run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
     layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]
@@ -149,7 +163,7 @@ def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("lr=0.01,0.1,-1", r"lr=-1: must be a number greater than 0 \(job 2: lr=-1\)"),
+        ("lr=0.01,0.1,-1", r"lr=-1: must be greater than 0 \(job 2: lr=-1\)"),
         ("lr=0.01,0.1,-1 strategy=dp,ddp", r"lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)"),
         ("batch_size=32,33 pieces=1,2", r"batch_size=33 can't be .* \(job 3: batch_size=33 pieces=2\)"),
         (
@@ -357,6 +371,7 @@ def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, cod
     summary = run.summary
     log = (run.folder / "train.log").read_text()
     assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
+    assert run.stderr.endswith(f"to go on: resume={os.path.relpath(run.folder)}\n")
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert signum.name in summary["error"]
     assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"

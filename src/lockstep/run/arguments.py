@@ -35,6 +35,9 @@ def keyed(arguments: list[str]) -> list[str]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
             raise Refusal(f"{argument}: there is no such flag; an override has no dashes, {right}")
+    for override in parsed(arguments).overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise Refusal(f"{override}: an override is <key>=<value>; --help lists the keys")
     return arguments
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,19 +17,6 @@ from lockstep.arithmetic.layout import Refusal
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
 
 Check = Callable[[str, Any], Any]
-KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "a text",
-    "array": "a list",
-    "object": "a mapping",
-}
-BOUNDS = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "greater than",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-}
 
 
 def as_text(value: Any) -> Any:
@@ -38,7 +26,16 @@ def as_text(value: Any) -> Any:
 
 def absolute(path: str) -> str:
     """A folder, also from other folders."""
+    if not path:
+        raise ValueError("must be a folder")
     return os.path.abspath(os.path.expanduser(path))
+
+
+def file_name(name: str) -> str:
+    """A name that a folder can have."""
+    if not re.fullmatch(r"\w[\w.+ -]{,99}", name):
+        raise ValueError("must be a letter or digit, and then at most 99 of those, '.', '_', '+', '-' and spaces")
+    return name
 
 
 Whole: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
@@ -47,18 +44,8 @@ Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=Fa
 Fraction: TypeAlias = Annotated[float, Field(strict=True, ge=0, lt=1)]
 Flag: TypeAlias = Annotated[bool, Field(strict=True)]
 Text: TypeAlias = Annotated[str, BeforeValidator(as_text)]
-Folder: TypeAlias = Annotated[
-    str, BeforeValidator(as_text), Field(min_length=1, description="a folder"), AfterValidator(absolute)
-]
-Name: TypeAlias = Annotated[
-    str,
-    BeforeValidator(as_text),
-    Field(
-        pattern=r"^\w[\w.+ -]*$",
-        max_length=100,
-        description="a name: a letter or digit, and then at most 99 of those, '.', '_', '+', '-' and spaces",
-    ),
-]
+Folder: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(absolute)]
+Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_name)]
 
 
 def checker(kind: Any) -> Check:
@@ -75,20 +62,22 @@ def checker(kind: Any) -> Check:
         try:
             return adapter().validate_python(value)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False)[0]
-            raise Refusal(_told(key, value, found["type"], found["loc"], adapter().json_schema())) from None
+            schema = adapter().json_schema()
+            groups = [schema, *schema.get("$defs", {}).values()]
+            known = {name for group in groups for name in group.get("properties", ())}
+            raise Refusal(_told(key, value, error.errors(include_url=False, include_context=False), known)) from None
 
     return check
 
 
-def whole(least: int, *, most: int | None = None) -> Check:
-    """A whole number of at least `least`, and at most `most`."""
-    return checker(Annotated[int, Field(strict=True, ge=least, le=most)])
+def whole(least: int) -> Check:
+    """A whole number of at least `least`."""
+    return checker(Annotated[int, Field(strict=True, ge=least)])
 
 
-def real(*, above: float | None = None, least: float | None = None) -> Check:
-    """A finite number, greater than `above` or at least `least`."""
-    return checker(Annotated[float, Field(strict=True, gt=above, ge=least, allow_inf_nan=False)])
+def real(*, above: float) -> Check:
+    """A finite number, greater than `above`."""
+    return checker(Annotated[float, Field(strict=True, gt=above, allow_inf_nan=False)])
 
 
 def choice(*names: str) -> Check:
@@ -111,56 +100,28 @@ def options(group: str) -> list[str]:
 
 def unknown(name: str, known: Iterable[str]) -> str:
     """`did you mean X? known: ...`; of a long list only what is near."""
-    known = list(known)
+    known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
     nearest = f"did you mean {near[0]}?" if near else ""
     return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
 
 
-def _told(key: str, value: Any, error: str, place: Iterable[Any], schema: Mapping[str, Any]) -> str:
-    """What is wrong at a place below `key`, in words; `schema` is the JSON schema of what it must be."""
-    keys, node = [key] if key else [], _resolved(schema, schema)
-    for part in place:
-        fields = node.get("properties", {})
-        if part not in fields:
-            if fields and error in ("extra_forbidden", "unexpected_keyword_argument"):
-                return f"{'.'.join([*keys, str(part)])}: there is no such key; {unknown(str(part), sorted(fields))}"
-            break  # inside a value: one of a list, say
-        keys.append(part)
-        if error == "missing" and part not in value:
-            return f"{'.'.join(keys)} must be given: {'.'.join(keys)}=..."
-        node, value = _resolved(fields[part], schema), value[part]
+def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
+    """The first key that is wrong, and in pydantic's words what it must be: of several kinds that it may have, each."""
+    place: tuple[Any, ...] = errors[0]["loc"]
+    keys = [key] if key else []
+    for depth, part in enumerate(place):
+        if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
+            name = ".".join([*keys, part])
+            return f"{name} must be given: {name}=..."
+        if not isinstance(value, Mapping) or part not in value:  # which of several kinds, or which one of a list
+            place = place[:depth]
+            break
+        keys.append(str(part))
+        value = value[part]
     name = ".".join(keys)
-    if "enum" in node:
-        return f"{name}={show(value)}: {unknown(str(value), node['enum'])}"
-    if node.get("type") == "object" and (names := options(name)):
-        return f"{name}={show(value)}: must be the name of a file in conf/{name}/ ({', '.join(names)})"
-    words = _words(node)
-    return f"{name}={show(value)}: must be {', '.join(words[:-1])}{' or ' * (len(words) > 1)}{words[-1]}"
-
-
-def _resolved(node: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A node of a JSON schema without references; of a group that may be null, the group."""
-    if "$ref" in node:
-        node = {**schema["$defs"][node["$ref"].rpartition("/")[2]], **node}
-    alternatives = [_resolved(each, schema) for each in node.get("anyOf", ())]
-    group = [each for each in alternatives if "properties" in each]
-    return {**group[0], **node} if group else {**node, **({"anyOf": alternatives} if alternatives else {})}
-
-
-def _words(node: Mapping[str, Any]) -> list[str]:
-    """What a node of a JSON schema takes; null goes without saying."""
-    if "properties" in node:
-        return [f"a mapping of {', '.join(node['properties'])}"]
-    if "description" in node:
-        return [node["description"]]
-    if "anyOf" in node:
-        return [word for each in node["anyOf"] for word in _words(each)]
-    if "const" in node or "enum" in node:
-        return [show(name) for name in node.get("enum", [node.get("const")])]
-    if node.get("type") == "boolean":
-        return ["true", "false"]
-    if node.get("type") == "null":
-        return []
-    bounds = [f"{said} {node[bound]}" for bound, said in BOUNDS.items() if bound in node]
-    return [f"{KINDS[node['type']]} {' and '.join(bounds)}".strip()]
+    if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{name}: there is no such key; {unknown(keys[-1], known)}"
+    said = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
+    right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in said)
+    return f"{name}={show(value)}: must be {right}"

@@ -24,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import place
-from lockstep.launch.environment import STARTED, export, external_workers
+from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.group import agree
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
@@ -43,9 +43,6 @@ BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", 
 class SweepFailed(Exception):
     """Jobs of a sweep failed; the others ended well."""
 
-    def __init__(self, count: int) -> None:
-        super().__init__(f"{count} job{'s' * (count > 1)} of the sweep failed")
-
 
 def command(job: Job, config_name: str) -> NoReturn:
     """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
@@ -55,10 +52,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     import_quickly()
-    if {"--help", "-h"} & set(sys.argv):
-        code, said = _help(config_name)
-    else:
-        code, said = run(job, config_name)
+    code, said = run(job, config_name)
     if said:
         print(said, file=sys.stderr)
     leave(code)
@@ -81,26 +75,37 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
             shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
             if sweeping and not shared and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
+        except Interrupted as interrupted:
+            saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
+            if saved and not sweeping and environment().rank == 0:
+                interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
+            raise
         except Exception as error:
             if not sweeping:
                 raised.append(error)
                 if isinstance(error, BAD_INPUT):
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
-                sys.exit(f"error: {line(error, config_name)}")
+                sys.exit(f"error: {line(error)}")
             else:  # the sweep tells of it, from its own process
-                conclude(folder, "failed", line(error, config_name))
+                conclude(folder, "failed", line(error))
                 if full:
                     traceback.print_exception(error)
 
     ran = False
     try:
+        if {"--help", "-h"} & set(sys.argv):
+            page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
+            with suppress(BrokenPipeError):  # piped into head, say
+                print(page, flush=True)
+            return 0, ""
         sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
         told = slurm.requeue() if code == 143 else None
-        return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", told]))
+        how = told or "\n".join(getattr(interrupted, "__notes__", ()))
+        return code, "\n".join(filter(None, [str(interrupted) or "interrupted by SIGINT", how]))
     except SweepFailed as failed:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
@@ -114,17 +119,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     (error,) = raised
     if full:
         traceback.print_exception(error)
-    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error, config_name)}"
-
-
-def _help(config_name: str) -> tuple[int, str]:
-    try:
-        page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
-    except BAD_INPUT as refused:
-        return REFUSED, f"error: {line(refused, config_name)}"
-    with suppress(BrokenPipeError):  # piped into head, say
-        print(page, flush=True)
-    return 0, ""
+    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error)}"
 
 
 def all_know(error: Exception) -> bool:
@@ -134,21 +129,21 @@ def all_know(error: Exception) -> bool:
     return isinstance(error, Refusal | NonFinite)
 
 
-def line(error: BaseException, config_name: str) -> str:
+def line(error: BaseException) -> str:
     """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, Refusal):  # a resolver's, which OmegaConf wraps in words
         cause = cause.__cause__ or cause.__context__
-    message = _message(cause or error, config_name)
+    message = _message(cause or error)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split()))
 
 
-def _message(error: BaseException, config_name: str) -> str:
+def _message(error: BaseException) -> str:
     said = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
         return pages.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
-        return pages.no_key(match[1], config_name, error.__cause__)
+        return pages.no_key(match[1], error.__cause__)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:

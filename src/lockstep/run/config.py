@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,8 +82,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         shares=keys.strategy.shares or (),
         even=trains,
     )
-    if (wrong := next(_at_odds(keys, layout), None)) is not None:
-        raise Refusal(wrong)
+    _check_pairs(keys, layout)
     for group in ("model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
@@ -135,82 +134,50 @@ def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> Non
         raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: must be <host>:<port> of one of the machines")
 
 
-def _at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
-    """What can't go together, each in one line."""
-    for part in (_precision_at_odds, _strategy_at_odds, _compile_at_odds, _auto_at_odds):
-        yield from part(keys, layout)
-    if keys.elastic and (layout.strategy != "ddp" or layout.num_devices == 1):
-        yield "elastic=true: only ddp on several devices can go on with fewer; max_restarts=1 starts it again"
-    if keys.resident is True and layout.accelerator == "cpu":
-        yield "resident=true: there is no GPU for the data to lie on; resident=auto"
-    if keys.exact and keys.debug.trainer.get("benchmark"):
-        yield "debug.trainer.benchmark=true chooses kernels by their speed, so not with exact=true"
-    for name, chosen in keys.callbacks.items():
-        if chosen and not isinstance(chosen, Mapping):
-            yield f"callbacks.{name}={show(chosen)}: must be null, or a mapping with its _target_"
-
-
-def _precision_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
-    if keys.precision == "auto" and layout.num_nodes > 1:
-        yield "precision=auto: machines may differ in it, a step can't; give precision=bf16-mixed or 32-true"
-    if layout.accelerator == "cpu" and keys.precision.startswith("16-"):
-        yield f"precision={keys.precision} needs a GPU; precision=auto takes what this machine computes in"
-    if keys.exact and keys.precision not in ("auto", *EXACT):
-        yield f"exact=true holds for precision={', '.join(EXACT[:-1])} and {EXACT[-1]}, not {keys.precision}"
-
-
-def _strategy_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
-    shares, world = keys.strategy.shares, layout.num_devices
-    if shares is not None and len(shares) != world:
-        yield f"strategy.shares={show(list(shares))}: must be a list of {world} numbers, one for each device"
-    if keys.strategy.sync_batchnorm:
-        asked = "strategy.sync_batchnorm=true"
-        if layout.accelerator == "cpu" or layout.strategy != "ddp":
-            yield f"{asked}: torch has it for ddp on GPUs only; model.norm=group needs no syncing"
-        if keys.exact:
-            yield f"{asked} makes pieces depend on each other: exact=true can't hold, leave one out"
-        if shares is not None:
-            yield f"{asked}: all devices compute as many pieces; leave strategy.shares out"
-        if layout.pieces % world:
-            yield f"pieces={layout.pieces}: with {asked} the {world} devices must divide them"
-    if keys.strategy.compression != "none":
-        asked = f"strategy.compression={keys.strategy.compression}"
-        if layout.strategy != "ddp":
-            yield f"{asked}: only ddp sends gradients"
-        if keys.exact:
-            yield f"{asked} rounds gradients: exact=true can't hold, leave one out"
-        if keys.precision.startswith("64"):
-            yield f"{asked}: torch compresses float32 gradients only, not 64-true"
-
-
-def _compile_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
-    if keys.compile is None:
-        return
-    asked = f"compile={'true' if keys.compile == 'default' else keys.compile}"
-    if layout.strategy == "dp":
-        yield f"{asked}: strategy=dp gives a network other devices' weights, a compiled one has its own; ddp"
-    if keys.strategy.sync_batchnorm:
-        yield f"{asked}: strategy.sync_batchnorm=true waits for other ranks inside a network; leave one out"
-    if keys.compile in GRAPHS and layout.accelerator == "cpu":
-        yield f"{asked}: CUDA graphs need a GPU; compile={GRAPHS[keys.compile]} does without them"
-    if keys.compile in GRAPHS and keys.accumulate_grad_batches == "auto":
-        yield f"accumulate_grad_batches=auto: CUDA graphs don't give memory back, so not with {asked}; compile=true"
-    if keys.compile.startswith("max-autotune") and keys.exact:
-        yield f"{asked} chooses kernels by their speed, so not with exact=true; compile=true"
-    if keys.memory_budget and layout.accelerator == "cpu":
-        yield f"memory_budget on a CPU counts tensors, and {asked} hides them: leave one of the two out"
-    if reason := lacking(layout.accelerator):
-        yield f"{asked} needs {reason}"
-
-
-def _auto_at_odds(keys: Keys, layout: Layout) -> Iterator[str]:
-    """What can't be had while the number of pieces is still open."""
-    if keys.accumulate_grad_batches != "auto":
-        return
-    auto = "accumulate_grad_batches=auto"
-    if keys.pieces:
-        yield f"pieces={keys.pieces} fixes what {auto} looks for: leave one of the two out"
-    if keys.strategy.sync_batchnorm:
-        yield f"strategy.sync_batchnorm=true: its ranks wait for each other inside a piece, so not {auto}"
-    if keys.strategy.compression != "none":
-        yield f"strategy.compression={keys.strategy.compression}: not with {auto}, which sends gradients itself"
+def _check_pairs(keys: Keys, layout: Layout) -> None:
+    """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
+    exact = "exact=true" * keys.exact
+    cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
+    no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
+    precision = f"precision={keys.precision}"
+    sync = "strategy.sync_batchnorm=true" * keys.strategy.sync_batchnorm
+    compression = f"strategy.compression={keys.strategy.compression}" * (keys.strategy.compression != "none")
+    compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
+    graphs = compiled * (keys.compile in GRAPHS)
+    tuned = compiled * (keys.compile or "").startswith("max-autotune")
+    auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
+    nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
+    uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
+    alone = no_ddp or "devices=1" * (layout.num_devices == 1)
+    only_ddp = "torch has it for ddp on GPUs only; model.norm=group needs no syncing"
+    for one, other, why in (
+        (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
+        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
+        (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
+        (sync, cpu or no_ddp, only_ddp),
+        (sync, exact, "pieces would depend on each other"),
+        (sync, "strategy.shares" * (keys.strategy.shares is not None), "devices must compute as many pieces each"),
+        (sync, uneven, f"the {layout.num_devices} devices must divide them"),
+        (sync, compiled, "ranks wait for each other inside a network"),
+        (sync, auto, "ranks wait for each other inside a piece"),
+        (compression, no_ddp, "only ddp sends gradients"),
+        (compression, exact, "it rounds gradients"),
+        (compression, precision * keys.precision.startswith("64"), "torch compresses float32 gradients only"),
+        (compression, auto, "auto sends gradients itself"),
+        (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
+        (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
+        (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
+        (tuned, exact, "it chooses kernels by their speed; compile=true"),
+        ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
+        ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
+        (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
+        ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
+        ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
+    ):
+        if one and other:
+            raise Refusal(f"{one} and {other} don't go together: {why}")
+    shares = keys.strategy.shares
+    if shares is not None and len(shares) != layout.num_devices:
+        raise Refusal(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
+    if compiled and (reason := lacking(layout.accelerator)):
+        raise Refusal(f"{compiled} needs {reason}")

@@ -48,10 +48,6 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
     """`make(*args)`, whose ValueErrors and TypeErrors are about what the config says."""
     name, given = make.func.__name__, make.keywords
     try:
-        inspect.signature(make.func).bind(*args, **given)
-    except TypeError as error:
-        raise Refusal(f"{key}: {name} has {error}") from None
-    try:
         return make(*args)
     except ValueError as error:
         option = str(error).partition("=")[0]

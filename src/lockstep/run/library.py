@@ -56,7 +56,7 @@ def compose(*overrides: str) -> Composed:
     except Refusal:
         raise
     except cli.BAD_INPUT as error:
-        raise Refusal(cli.line(error, "train")) from None
+        raise Refusal(cli.line(error)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:

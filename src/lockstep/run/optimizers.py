@@ -133,3 +133,5 @@ class OptimizerCheck(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
             raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception
+        if "conditioned on metric" in str(exception):  # Lightning's too: a monitor that nothing logs
+            raise Refusal(str(exception)) from exception

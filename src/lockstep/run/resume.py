@@ -45,7 +45,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     checkpoint = _find(run, given, flags, config_name)
     folder = checkpoint.parent.parent
     if not (folder / ".hydra" / "overrides.yaml").exists():
-        raise Refusal(f"resume={run}: {folder} is no run folder, it has no .hydra/overrides.yaml")
+        raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, which has .hydra/ too")
     own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
     return [*_together(folder, given, flags), *own, *flags]
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, unknown
+from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -68,12 +67,11 @@ class Strategy(StrategyOptions):
     """The group `strategy`."""
 
     name: Literal["auto", "ddp", "dp"]
-    shares: Annotated[
-        tuple[Positive, ...] | None, Field(description="a list of numbers greater than 0, one for each device")
-    ] = None
+    shares: tuple[Positive, ...] | None = None
 
 
-FREE = (  # of Lightning's Trainer: the step, the layout and the run's length have keys of their own
+# Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.
+FREE: TypeAlias = Literal[
     "benchmark",
     "detect_anomaly",
     "gradient_clip_algorithm",
@@ -84,16 +82,7 @@ FREE = (  # of Lightning's Trainer: the step, the layout and the run's length ha
     "min_epochs",
     "min_steps",
     "profiler",
-)
-
-
-def free(trainer: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the Trainer that no other key sets."""
-    for name in trainer:
-        if name not in FREE:
-            own = f"give {name} instead" if name in Keys.__dataclass_fields__ else unknown(str(name), FREE)
-            raise Refusal(f"debug.trainer.{name}: {own}")
-    return trainer
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -101,12 +90,7 @@ class Debug:
     """What a run does so that somebody can look at it."""
 
     one_batch: Flag = False
-    trainer: Annotated[
-        dict[str, Any],
-        BeforeValidator(filled),
-        AfterValidator(free),
-        Field(description=f"a mapping of keys of Lightning's Trainer: {', '.join(FREE)}"),
-    ] = Field(default_factory=dict)
+    trainer: Annotated[dict[FREE, Any], BeforeValidator(filled)] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -139,11 +123,7 @@ class Kept:
     threads: Whole | None = None
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     allocator: Literal["auto", "system"] = "auto"
-    compile: Annotated[
-        MODES | None,
-        BeforeValidator(compile_mode),
-        Field(description=f"true, false, or a mode of torch.compile: {', '.join(MODES.__args__)}"),
-    ] = None
+    compile: Annotated[MODES | None, BeforeValidator(compile_mode)] = None
     resident: Flag | Literal["auto"] = "auto"
     max_epochs: Whole = 1
     max_steps: Whole | None = None
@@ -158,7 +138,7 @@ class Kept:
     log_every: Whole = 50
     resume: Text | None = None
     checkpoint: Text | None = None
-    callbacks: OptionalGroup = field(default_factory=dict)
+    callbacks: Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)] = field(default_factory=dict)
     logger: OptionalGroup = field(default_factory=dict)
     debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from lockstep.loading import Splits
 
+LAYOUT = ("strategy", "accelerator", "devices", "num_nodes", "pieces", "piece_size", "batch_size", "exact")
+
 
 def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
     """The start-up line, with what was `chosen` for speed."""
@@ -124,17 +126,7 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "model": config.model.get("name"),
         "data": config.data.get("name"),
         "seed": config.seed,
-        "layout": {
-            "strategy": layout.strategy,
-            "accelerator": layout.accelerator,
-            "devices": layout.devices,
-            "num_nodes": layout.num_nodes,
-            "accumulate_grad_batches": layout.accumulate,
-            "pieces": layout.pieces,
-            "piece_size": layout.piece_size,
-            "batch_size": layout.batch_size,
-            "exact": layout.exact,
-        },
+        "layout": {name: getattr(layout, name) for name in LAYOUT} | {"accumulate_grad_batches": layout.accumulate},
         "steps": 0,
         "epochs": 0,
         "samples_seen": 0,

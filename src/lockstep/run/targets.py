@@ -54,19 +54,15 @@ def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> No
     found = list(named(group, carried))
     if not found:
         return
-    allowed = locally(group) | {target for _, target in named(group, given)}
+    files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
+    parts = [given, *(_part(file, folder, group) for file, folder in files)]
+    allowed = {target for part in parts for _, target in named(group, part)}
     for key, target in found:
         if target not in allowed:
             raise Refusal(
                 f"{path}: its {key} is {target}, which no file of conf/{group} names: if you know where this "
                 f"checkpoint comes from, name it there, or give +{key}={target}"
             )
-
-
-def locally(group: str) -> set[str]:
-    """What the files of conf/, and of the folders that Hydra composes from besides, name in a group."""
-    files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
-    return {target for file, folder in files for _, target in named(group, _part(file, folder, group))}
 
 
 def _config_folders() -> list[Path]:

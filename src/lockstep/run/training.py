@@ -15,25 +15,14 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
-from lockstep.callbacks import (
-    DummyBatchOnEmptyRank,
-    Heartbeat,
-    Preemption,
-    ReplicaConsistencyCheck,
-    ResumeState,
-)
+from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, Preemption, ReplicaConsistencyCheck, ResumeState
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
 from lockstep.run import fast, provenance
-from lockstep.run.build import (
-    make_callbacks,
-    make_data,
-    make_module,
-    make_trainer,
-)
+from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
@@ -63,15 +52,11 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
     data = make_data(config, splits, rank)
-    callbacks = [
-        DummyBatchOnEmptyRank(),
-        Heartbeat(),
-        ReplicaConsistencyCheck(),
-        *make_callbacks(config, splits, folder, module),
-    ]
     samples = len(splits.train)
-    state = ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))
-    callbacks += [state, Preemption(folder)]
+    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), Heartbeat(), ReplicaConsistencyCheck()]
+    callbacks += make_callbacks(config, splits, folder, module)
+    callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
+    callbacks += [Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     trainer = make_trainer(config, folder, callbacks, first)
@@ -101,9 +86,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
         ours = not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
-        if (
-            checkpoint and ours and trainer.global_step <= first and not environment().restarts
-        ):  # the run stays what it was
+        trained = trainer.global_step > first or environment().restarts
+        if checkpoint and ours and not trained:  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error
         if not is_peer_failure(error):  # else the one that was lost tells why, or the parent
             with suppress(OSError):  # a full disk, say

@@ -13,7 +13,7 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.machine import gpu_count
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
@@ -50,7 +50,7 @@ def launch(
     every = []
     for number, overrides in enumerate(listed, first):
         of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
-        label = " ".join(override for override in overrides if override not in common)
+        label = " ".join(override for override in overrides if override not in common) or "as given"
         every.append(Job(number, folder / str(number), of_the_run, label))
     inside = jobs.in_place(config.num_nodes)
     places = _places(sweep.jobs, config, inside)
@@ -60,7 +60,6 @@ def launch(
         summary = summary_of(job.folder)
         if summary.get("status") == "completed":
             progress.saw(job.number, summary)
-            progress.done += 1
         else:
             missing.append(job)
     if config.hydra.job.config_name == "train":
@@ -87,7 +86,7 @@ def launch(
             program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)
             print(f"to run what is missing: python {program} sweep.resume={shown}", file=sys.stderr)
     if progress.failed:
-        raise SweepFailed(progress.failed)
+        raise SweepFailed(f"{counted(progress.failed, 'job')} of the sweep failed")
     return [JobReturn(status=JobStatus.COMPLETED) for _ in every]
 
 

@@ -34,7 +34,8 @@ class Progress:
     seconds: list[float] = field(default_factory=list)
 
     def saw(self, number: int, summary: dict[str, Any]) -> float | None:
-        """Takes down a job's result, and returns it; only a completed run can be the best."""
+        """Takes down that a job is over, and returns its result; only a completed run can be the best."""
+        self.done += 1
         value = (summary.get("metrics") or {}).get(self.metric)
         if value is not None and summary.get("status") == "completed":
             sign = 1 if self.mode == "max" else -1
@@ -43,19 +44,16 @@ class Progress:
         return value
 
     def ended(self, job: Job, summary: dict[str, Any]) -> None:
-        self.done += 1
-        self.failed += summary.get("status") != "completed"
-        took = time.monotonic() - job.started
-        self.seconds.append(took)
+        """Says how a job of this start went."""
+        status, took = summary.get("status"), time.monotonic() - job.started
         value = self.saw(job.number, summary)
-        status = summary.get("status")
-        parts = [
-            f"[{self.done} of {self.total}] job {job.number} {status} in {duration(took)}: {job.label or 'as given'}"
-        ]
+        self.failed += status != "completed"
+        self.seconds.append(took)
+        parts = [f"[{self.done} of {self.total}] job {job.number} {status} in {duration(took)}: {job.label}"]
         if value is not None:
             parts.append(f"{self.metric} {value:.4g}")
         elif status == "completed" and "metrics" in summary:
-            logged = ", ".join(name for name in summary["metrics"] or {} if name.startswith("val/"))
+            logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
             parts.append(f"no {self.metric} to choose by; validation logged: {logged or 'nothing'}")
         if self.best:
             parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
