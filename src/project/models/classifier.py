@@ -79,10 +79,10 @@ class ImageClassifier(LightningModule):
         self._score(batch)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"val/{name}": score for name, score in self.scores.items()})
+        self._log("val")
 
     def on_test_epoch_end(self) -> None:
-        self.log_dict({f"test/{name}": score for name, score in self.scores.items()})
+        self._log("test")
 
     def _score(self, batch: Batch) -> None:
         x, y = batch
@@ -93,6 +93,9 @@ class ImageClassifier(LightningModule):
             found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
         for name, values in found.items():
             cast(Metric, self.scores[name]).update(values)
+
+    def _log(self, stage: str) -> None:
+        self.log_dict({f"{stage}/{name}": cast(Metric, score) for name, score in self.scores.items()})
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits [n, num_classes]."""
