@@ -34,7 +34,6 @@ def player(folder: Path, name: str, last: int = 1000) -> tuple[list[str], Path]:
     return [str(program)], log
 
 
-@pytest.mark.alone
 def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
     (one, first), (two, second), (three, third) = (player(tmp_path, name) for name in ("one", "two", "three"))
     found = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)

@@ -85,30 +85,6 @@ def test_a_stand_in_is_forgotten(tmp_path: Path, without_a_sample: bool) -> None
     assert math.isnan(own) if without_a_sample else own == 7.0
 
 
-def test_a_checkpoint_is_plain_and_rebuilds_its_model(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_steps=1)
-    run.fit(model := mnist_cnn(dropout=0.25), loader(batches(2)))
-    run.save_checkpoint(tmp_path / "plain.ckpt")
-    loaded: Any = MnistCNN.load_from_checkpoint(tmp_path / "plain.ckpt", weights_only=True)
-    assert loaded.net.dropout.p == 0.25
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-class Squared(MnistCNN):
-    """A user's own loss, one method."""
-
-    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        return (logits - nn.functional.one_hot(y, 3)).square().sum(1)
-
-
-def test_another_loss_is_one_method(tmp_path: Path) -> None:
-    model, data = Squared(**task()), batches(1)
-    step = model.training_step(data[0], 0)
-    (logged,) = trainer(tmp_path).test(model, loader(data), verbose=False)
-    assert logged["test/loss"] == pytest.approx(float(step["loss"].detach()), rel=1e-5)
-    assert logged["test/acc"] == pytest.approx(float(step["acc"]))
-
-
 class First(Callback):
     """The optimizer as the first step of a fit finds it."""
 

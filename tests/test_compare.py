@@ -7,14 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from comparison.curves import read_curves
 from comparison.groups import find_runs, grouped
-from comparison.table import Comparison
 from conftest import ROOT, Program
 from torch.utils.tensorboard import SummaryWriter
 
@@ -145,26 +143,6 @@ def test_seeds_are_one_row(sweep: Path) -> None:
     assert (sweep / "compare" / "speed.png").stat().st_size > 10_000
 
 
-def test_folders_of_images_are_data_sets(tmp_path: Path) -> None:
-    """Where a downloaded set lies says nothing; the folder of one's own images says what was learnt."""
-    for number, (name, folder, acc) in enumerate(
-        [
-            ("image_folder", "cats", 0.9),
-            ("image_folder", "x_rays", 0.5),
-            ("mnist", "here", 0.7),
-            ("mnist", "there", 0.7),
-        ]
-    ):
-        run = tmp_path / str(number)
-        job(run, 1, 0, acc, 90.0)
-        config = json.loads((run / ".hydra" / "config.yaml").read_text())
-        (run / ".hydra" / "config.yaml").write_text(json.dumps(config | {"data": {"name": name}, "data_dir": folder}))
-    assert compare(tmp_path).returncode == 0
-    told = json.loads((tmp_path / "compare" / "compare.json").read_text())
-    assert sorted((row["test acc"], row["runs"]) for row in told) == [(0.5, 1), (0.7, 2), (0.9, 1)]
-    assert {"cats", "x_rays"} <= {row["data_dir"] for row in told}
-
-
 def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path) -> None:
     job(sweep / "11", 2, 0, 0.9, 300.0, lr=0.2)
     assert compare(sweep, "--to", sweep / "there").returncode == 0
@@ -195,33 +173,6 @@ def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert "\n2: failed, devices=99: no\n" in done.stdout
     assert "None" not in done.stdout
-
-
-def test_equals_are_both_the_best_and_of_nothing_else(sweep: Path) -> None:
-    rows: Any = [{"test acc": 0.5, "samples/s": speed} for speed in (1, 2, 2)]
-    groups: Any = [SimpleNamespace(row=lambda row=row: row) for row in rows]
-    assert Comparison(groups).best() == {(1, "samples/s"), (2, "samples/s")}
-
-
-@pytest.mark.parametrize(("values", "scale"), [((2.3, 2.2, 1.8), "linear"), ((2.3, 0.5, 0.02), "log")])
-def test_ticks_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: Any, scale: str) -> None:
-    from comparison import charts
-
-    job(tmp_path / "run", 1, 0, 0.5, 90.0, steps=3, samples_seen=96)
-    writer = SummaryWriter(str(tmp_path / "run" / "tensorboard"))
-    for step, value in enumerate(values, 1):
-        writer.add_scalar("train/loss", value, step)
-    writer.close()
-    monkeypatch.setattr(charts.pyplot, "close", lambda figure: None)
-    assert charts.draw(grouped(find_runs([tmp_path])), tmp_path) == ["loss.png", "speed.png"]
-    panel = charts.pyplot.figure(1).axes[0]
-    monkeypatch.undo()
-    charts.pyplot.close("all")
-    assert panel.get_yscale() == scale
-    ticks = [*panel.yaxis.get_major_ticks(), *panel.yaxis.get_minor_ticks()]
-    low, high = panel.get_ylim()
-    said = [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high and tick.label1.get_text()]
-    assert len(set(said)) == len(said) >= 3
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:

@@ -33,17 +33,6 @@ def job(raw, folder):
 cli.command(job, "train")
 """
 
-LOADERS = """
-import multiprocessing
-from torch.utils.data import DataLoader
-from lockstep.launch.processes import end_children
-
-batches = iter(DataLoader(range(100), num_workers=2))
-next(batches)
-end_children()
-print(len(multiprocessing.active_children()), "left")
-"""
-
 
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
 def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
@@ -51,11 +40,6 @@ def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.rglob("summary.json")
     assert summary_of(found.parent)["status"] == "completed"
-
-
-def test_loader_processes_are_ended_without_an_alarm() -> None:
-    done = python(LOADERS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0 left\n", "")
 
 
 def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

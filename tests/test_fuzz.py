@@ -78,13 +78,13 @@ def test_checkpoints(tmp_path: Path) -> None:
     checkpoint_io.save(PLAIN, path)
     content = path.read_bytes()
     refused = 0
-    for _ in range(800):
+    for _ in range(300):
         path.write_bytes(mutated(content, rng))
         if accepted(lambda: checkpoint_io.load(path)):
             assert repr(checkpoint_io.load(path)) == repr(PLAIN), "damaged, and loaded all the same"
         else:
             refused += 1
-    assert refused > 400
+    assert refused > 150
 
 
 # --- IDX files --------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_idx_files(tmp_path: Path, packed: bool, dimensions: int) -> None:
     path = tmp_path / ("set.gz" if packed else "set")
     path.write_bytes(gzip.compress(whole) if packed else whole)
     assert accepted(lambda: read_idx(path, dimensions))
-    for number in range(500):
+    for number in range(200):
         # inside the gzip too, so that its checksum does not hide the rest
         inner = mutated(whole, rng) if not packed or number % 2 else whole
         path.write_bytes(
@@ -137,7 +137,7 @@ def test_trees_of_folders(tmp_path: Path) -> None:
     Image.new("L", (6, 5)).save(picture)
     names = ["train", "test", "val", "a", "b", ".hidden", "ü ß", "a.png", "b.jpg", "x" * 200, "notes.txt", "-o", "a\nb"]
     results = 0
-    for number in range(150):
+    for number in range(60):
         root = tmp_path / f"tree_{number}"
         for _ in range(rng.randrange(12)):
             folder = root.joinpath(*rng.choices(names[:8], k=rng.randrange(1, 4)))
@@ -195,7 +195,7 @@ def test_config_values() -> None:
     assert accepted(lambda: opened(base))
     results = 0
     for place in places(base):
-        for value in rng.sample(VALUES, 16):
+        for value in rng.sample(VALUES, 6):
             raw = copy.deepcopy(base)
             node = raw
             for key in place[:-1]:
@@ -205,7 +205,7 @@ def test_config_values() -> None:
                 results += accepted(partial(opened, raw))
             except Exception as error:
                 raise AssertionError(f"{'.'.join(place)}={value!r}: {type(error).__name__}: {error}") from error
-    assert results > 50, "not everything is refused"
+    assert results > 20, "not everything is refused"
 
 
 def test_command_lines() -> None:
@@ -215,7 +215,7 @@ def test_command_lines() -> None:
     keys += ["nothing", "hydra.run.dir", "hydra", "a.b.c", "+new", "~lr", "model@x"]
     values = ["", "1", "-1", "nan", "1e999", "[1,2", "{a:1}", "'", '"', "a=b", "a,b", "\\", "*", "@"]
     values += ["${oc.env:HOME}", "${lr}", "${nothing}", "${"]
-    for _ in range(150):
+    for _ in range(60):
         sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
         override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:

@@ -43,14 +43,6 @@ def test_image_folder(tmp_path: Path) -> None:
     assert (len(open_data(config("image_folder"), str(tmp_path)).val)) == 4
 
 
-def test_image_folder_fingerprint_follows_names_and_sizes(tmp_path: Path) -> None:
-    write_images(tmp_path)
-    before = open_data(config("image_folder"), str(tmp_path)).fingerprint
-    assert open_data(config("image_folder"), str(tmp_path)).fingerprint == before
-    (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / "00.png")
-    assert open_data(config("image_folder"), str(tmp_path)).fingerprint != before
-
-
 def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
     root = write_images(tmp_path / "data")
     cat = root / "train" / "cat"
@@ -114,16 +106,11 @@ def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[st
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"channels": 3.0}, "data.channels=3.0: must be 1 (grey) or 3 (RGB)"),
-        ({"channels": [3]}, "data.channels=[3]: must be 1 (grey) or 3 (RGB)"),
         ({"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
-        ({"channels": 1, "mean": 0.5}, "data.mean=0.5: must be 1 number"),
-        ({"mean": []}, "data.mean=[]: must be 3 numbers"),
         ({"mean": ["a", "b", "c"]}, "mean=['a', 'b', 'c']"),
         ({"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
         ({"std": 0}, "data.std=0: must be 3 numbers"),
         ({"std": [0.2, 0.2, 0.0]}, "data.std=[0.2, 0.2, 0.0]: must be greater than 0"),
-        ({"channels": 1, "std": [0.2, 0.2]}, "data.std=[0.2, 0.2]: must be 1 number, one per channel"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
@@ -159,10 +146,3 @@ def test_16_bits_are_scaled_to_8(tmp_path: Path, name: str, type: str) -> None:
     for mode in ("L", "RGB"):
         for plane in decode(tmp_path / name, 4, mode):
             assert plane.tolist() == np.round(pixels / 257).tolist()
-
-
-@pytest.mark.parametrize("type", [np.int32, np.float32])
-def test_32_bits_are_refused(tmp_path: Path, type: Any) -> None:
-    Image.fromarray(np.ones((4, 4), dtype=type)).save(tmp_path / "1.tiff")
-    with pytest.raises(Refusal, match=r"1\.tiff can't be decoded \(32-bit pixels: save it with 8\)"):
-        decode(tmp_path / "1.tiff", 4, "L")

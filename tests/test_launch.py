@@ -77,7 +77,7 @@ def test_a_worker_that_is_killed_when_it_is_done_does_not_hang_its_parent(monkey
 
 
 def _killed_when_done() -> None:
-    for milliseconds in range(10, 60, 2):
+    for milliseconds in range(10, 60, 5):
         with pytest.raises(WorkerFailed, match="killed"):
             launch(killed_when_done, milliseconds / 1000, layout=ALONE)
 

@@ -6,7 +6,6 @@ It builds on private names of Lightning (step/loop.py lists them); these tests f
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,12 +20,10 @@ from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
 from lockstep.loading.augment import Augment
 from lockstep.step.batch import StepBatch
-from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.strategies import make_strategy
-from lockstep.step.strategies.single import SingleDevice
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -222,27 +219,6 @@ def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[
     assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
 
 
-class Looks(Net):
-    """Sees whether the last step's gradients are still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.there: list[bool] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.there.append(any(parameter.grad is not None for parameter in self.parameters()))
-        return super().training_step(batch, batch_idx)
-
-
-def test_gradients_go_before_the_forward_pass(tmp_path: Path) -> None:
-    ours, theirs = Looks(), Looks()
-    fit(tmp_path, ours, ours=True)
-    fit(tmp_path, theirs, ours=False)
-    assert ours.there == [False] * 6
-    assert theirs.there == [False, True, True] * 2, "the control; validation takes them too"
-    assert torch.equal(weights(ours), weights(theirs))
-
-
 class Tells(Net):
     """Returns more than its loss, and keeps what it is told of a step."""
 
@@ -288,13 +264,6 @@ class Forgets(Net):
 def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
     with pytest.raises(Refusal, match=said):
         fit(tmp_path, net(), ours=True)
-
-
-def test_a_profiler_sees_a_step(tmp_path: Path) -> None:
-    trainer, _ = fit(tmp_path, Net(), ours=True, profiler="simple", max_epochs=1)
-    seen = trainer.profiler.recorded_durations
-    for name in ("[Strategy]SingleDevice.training_step", "[LightningModule]Net.optimizer_step", "run_training_batch"):
-        assert len(seen[name]) == 3, name
 
 
 class ByEpoch(Net):
@@ -389,20 +358,6 @@ def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Pat
     assert int(norm.num_batches_tracked) == 3
 
 
-def test_half_precisions_statistics_are_summed_in_float32() -> None:
-    norm = nn.BatchNorm1d(1, dtype=torch.bfloat16)
-    nn.init.constant_(norm.running_mean, 1.0)  # type: ignore[arg-type]
-    step_batch = SimpleNamespace(num_nonempty=512)
-    stats = BatchNormStats(norm, SingleDevice(torch.device("cpu")), world_size=1)
-    stats.begin(step_batch)
-    for _ in range(step_batch.num_nonempty):  # a sum in bfloat16 would end at 256
-        stats.before()
-        stats.after()
-    stats.finish(step_batch)
-    assert norm.running_mean.dtype == torch.bfloat16  # type: ignore[union-attr]
-    assert float(norm.running_mean) == 1.0  # type: ignore[arg-type]
-
-
 def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:
     first, again, other = Net(dropout=0.5), Net(dropout=0.5), Net(dropout=0.5)
     fit(tmp_path, first, ours=True, pieces=4)
@@ -429,16 +384,6 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, later: bool, ste
     with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*; loss of the samples \d+, "):
         fit(tmp_path, module, ours=True, pieces=2, later=later, max_steps=steps)
     assert module.trainer.global_step == known
-
-
-def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path: Path) -> None:
-    class Saves(Broken):
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")
-
-    with pytest.raises(NonFinite, match="step 2"):
-        fit(tmp_path, Saves(), ours=True, later=True)
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -493,10 +438,9 @@ class Still(Net):
         self.net[2].eval()
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_running_statistics_that_are_frozen_stay(tmp_path: Path, exact: bool) -> None:
+def test_running_statistics_that_are_frozen_stay(tmp_path: Path) -> None:
     module, fresh = Still(), Still()
-    fit(tmp_path, module, ours=True, pieces=8, exact=exact, max_epochs=20)
+    fit(tmp_path, module, ours=True, pieces=8, exact=True, max_epochs=8)
     before, after = fresh.net[2].state_dict(), module.net[2].state_dict()
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(before[name], after[name]), name

@@ -44,11 +44,11 @@ def strike(program: Program, process: Process, rank: int, signum: int, workers: 
 
 def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program, undisturbed: Run) -> None:
     exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
-    process = run_train.start(*JOB, *exact, "max_restarts=1", "hang_timeout=8")
+    process = run_train.start(*JOB, *exact, "max_restarts=1", "hang_timeout=6")
     strike(run_train, process, 1, signal.SIGSTOP, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
-    assert "rank 1 was silent for 8 s in step" in run.stderr
+    assert "rank 1 was silent for 6 s in step" in run.stderr
     assert run.summary["restarts"] == 1
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
@@ -59,7 +59,7 @@ plain = os.fsync
 
 def fsync(file):
     if os.readlink(f"/proc/self/fd/{file}").endswith((".provenance.json.tmp", ".last.ckpt.tmp", ".summary.json.tmp")):
-        time.sleep(6)
+        time.sleep(5)
     plain(file)
 
 os.fsync = fsync
@@ -70,18 +70,18 @@ def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
     """Neither of rank zero, which waits for it, nor of the other one, which waits for rank zero."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    short = ("strategy=ddp", "devices=2", "hang_timeout=4", "max_epochs=1", "checkpoint_every=null")
+    short = ("strategy=ddp", "devices=2", "hang_timeout=3", "max_epochs=1", "checkpoint_every=null")
     run = Program(tmp_path / "outputs", fresh=True)(*JOB, *short, env={"PYTHONPATH": path})
     assert run.summary["throughput"]["seconds_saving"] >= 0
-    assert run.summary["throughput"]["seconds"] > 12, "the disk is slow"
+    assert run.summary["throughput"]["seconds"] > 10, "the disk is slow"
 
 
 def test_without_a_restart_left_it_ends(run_train: Program) -> None:
-    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=8", "max_epochs=100000")
+    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=6", "max_epochs=100000")
     strike(run_train, process, 0, signal.SIGSTOP, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
-    assert "rank 0 was silent for 8 s" in run.summary["error"]
+    assert "rank 0 was silent for 6 s" in run.summary["error"]
     assert "Traceback" not in run.stderr
 
 
@@ -99,15 +99,14 @@ def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:
     assert len(run.folders) == 1
 
 
-@pytest.mark.slow
-def test_ten_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
+def test_four_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
     exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
-    process = run_train.start(*JOB, *exact, "max_restarts=10", "checkpoint_every=1")
-    for kill in range(10):
+    process = run_train.start(*JOB, *exact, "max_restarts=4", "checkpoint_every=1")
+    for kill in range(4):
         strike(run_train, process, kill % 2, signal.SIGKILL, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
-    assert run.summary["restarts"] == 10
+    assert run.summary["restarts"] == 4
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 

@@ -6,7 +6,6 @@ scripts/chaos.py does the same at random and at length; here each case is one th
 from __future__ import annotations
 
 import os
-import random
 import re
 import resource
 import signal
@@ -104,29 +103,6 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_killed_ten_times_in_a_row(run_train: Program, tmp_path: Path) -> None:
-    options = (*JOB, *DDP, "accumulate_grad_batches=2", "num_workers=2", "max_epochs=24", "log_every=1")
-    undisturbed = Program(tmp_path / "undisturbed")(*options)
-    rng = random.Random(10)
-    process = run_train.start(*options)
-    folder = saves(run_train.outputs, process)
-    for _ in range(10):
-        killed(run_train, process, rng.choice(("all", "parent", "rank 0", "rank 1")))
-        process = started(run_train, f"resume={folder}")
-        if kills := rng.choice((0, 1, 2)):
-            saves(run_train.outputs, process, kills)
-        time.sleep(rng.uniform(0, 0.1 if kills else 2))
-        assert process.poll() is None, "killed too late: there was nothing left to do"
-    killed(run_train, process)
-    run = run_train(f"resume={folder}")
-    same_end(run, undisturbed)
-    curves = points(run.folder)
-    del curves["epoch"]  # Lightning's, of the last validation and of the test: both are at the last step
-    for curve, found in curves.items():
-        assert len(dict(found)) == len(found), f"{curve}: a step twice"
-
-
 def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
     options = (*JOB, "max_epochs=30", "log_every=1", "checkpoint_every=7")
     undisturbed = Program(tmp_path / "undisturbed", fresh=True)(*options)
@@ -151,18 +127,16 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
         assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
 
 
-@pytest.mark.parametrize(("steps", "val_every"), [(12, "null"), (15, "null"), (15, 1000)])
-def test_an_epoch_that_max_steps_ended_or_cut_short(
-    run_train: Program, tmp_path: Path, steps: int, val_every: str | int
-) -> None:
-    job = (*JOB, "scheduler=constant", "max_epochs=3", f"val_every={val_every}")
+def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path) -> None:
+    job = (*JOB, "scheduler=constant", "max_epochs=3", "logger=none")  # of 12 steps each
     undisturbed = Program(tmp_path / "undisturbed")(*job, "max_steps=36")
-    assert undisturbed.summary["steps"] == 36, "three epochs of 12"
-    run = run_train(*job, f"max_steps={steps}")
-    assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
-    assert "val/acc" in run.summary["metrics"]
-    assert (run.folder / "checkpoints" / "best.ckpt").exists()
-    same_end(run_train(f"resume={run.folder}", "max_steps=36"), undisturbed)
+    for steps in (12, 15):
+        program = Program(tmp_path / str(steps))
+        run = program(*job, f"max_steps={steps}")
+        assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
+        assert "val/acc" in run.summary["metrics"]
+        assert (run.folder / "checkpoints" / "best.ckpt").exists()
+        same_end(program(f"resume={run.folder}", "max_steps=36"), undisturbed)
 
 
 CUT = """
@@ -181,26 +155,20 @@ cli.command(train, "train")
 """
 
 
-@pytest.mark.parametrize(
-    ("hook", "step", "more"),
-    [
-        ("on_validation_start", 12, ()),
-        ("on_validation_start", 21, ("val_every=1000", "max_steps=21")),
-        ("on_train_end", 24, ()),
-    ],
-)
-def test_cut_between_a_step_and_what_follows_it(tmp_path: Path, hook: str, step: int, more: tuple[str, ...]) -> None:
+def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
     """Validation is not left out, and where nothing is left to train its metrics are still told."""
-    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none", *more)
-    undisturbed, program = Program(tmp_path / "undisturbed")(*options), Program(tmp_path / "cut")
+    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
     script = tmp_path / "cut.py"
     script.write_text(CUT)
-    done = Program(program.outputs, str(script))(*options, env={"CUT": str(step), "HOOK": hook}, ok=False)
-    assert done.returncode == -signal.SIGKILL, str(done)
-    (folder,) = program.outputs.glob("*/*")
-    same_end(program(f"resume={folder}"), undisturbed)
-    best = (torch.load(run / "checkpoints/best.ckpt", weights_only=True) for run in (folder, undisturbed.folder))
-    assert len({found["global_step"] for found in best}) == 1
+    for hook, step in (("on_validation_start", 12), ("on_train_end", 24)):
+        program = Program(tmp_path / hook)
+        done = Program(program.outputs, str(script))(*options, env={"CUT": str(step), "HOOK": hook}, ok=False)
+        assert done.returncode == -signal.SIGKILL, str(done)
+        (folder,) = program.outputs.glob("*/*")
+        same_end(program(f"resume={folder}"), undisturbed)
+        best = (torch.load(run / "checkpoints/best.ckpt", weights_only=True) for run in (folder, undisturbed.folder))
+        assert len({found["global_step"] for found in best}) == 1
 
 
 def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program) -> None:
@@ -323,6 +291,8 @@ def test_terminated_with_the_whole_group(run_train: Program) -> None:
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)
     assert last(folder)["global_step"] == run.summary["steps"]
+    assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
+    assert "Traceback" not in run.stderr
 
 
 def pending(pid: int, signum: int) -> bool:
@@ -347,25 +317,9 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
 
 
-def test_what_a_killed_continuation_made_is_told(run_train: Program) -> None:
-    folder = run_train(*JOB, "max_epochs=1").folder
-    process = run_train.start(f"resume={folder}", *ENDLESS)
-    saves(run_train.outputs, process)
-    os.kill(workers_of(process)[0], signal.SIGKILL)
-    run = run_train.finish(process)
-    assert run.returncode == 1, str(run)
-    saved = last(folder)["global_step"]
-    assert saved - 1 <= run.summary["steps"] < saved + 100  # a step is told of when the next one begins
-    assert run.summary["steps"] > 12, "more than the summary said that was there before"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [("val_every=1", "batch_size=8"), ("batch_size=72", "callbacks.checkpoint=null", *DDP)],
-    ids=["validation", "epoch's end, and nothing else saves"],
-)
-def test_something_follows_every_step(run_train: Program, tmp_path: Path, options: tuple[str, ...]) -> None:
-    job = (*ENDLESS, "data.samples=80", *options)  # 72 of them trained on, as a rule
+def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tmp_path: Path) -> None:
+    """And nothing else saves."""
+    job = (*ENDLESS, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
     process = run_train.start(*job)
     (log,) = wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)
     process.send_signal(signal.SIGUSR1)
@@ -384,30 +338,17 @@ def test_something_follows_every_step(run_train: Program, tmp_path: Path, option
 # --- files that fail --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [0, 20_000], ids=["not a byte", "no checkpoint"])
-def test_disk_full(run_train: Program, limit: int) -> None:
+def test_disk_full(run_train: Program) -> None:
     process = run_train.start(*ENDLESS, *DDP)
     folder = saves(run_train.outputs, process)
     for pid in reversed(workers_of(process)):  # rank zero is the one that writes, and fails
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert re.search(r"rank 0.*can't write \(File too large\).*last\.ckpt", run.stderr), str(run)
     assert "Traceback" not in run.stderr
     assert last(folder)["global_step"] > 0, "the checkpoint before is whole"
     assert not list(folder.rglob(".*.tmp"))
-
-
-def test_disk_full_for_tensorboard(run_train: Program) -> None:
-    seldom = ("data.samples=50000", "checkpoint_every=100000", "logger=tensorboard", "log_every=1")
-    process = run_train.start(*ENDLESS, *seldom)
-    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)))
-    wait_for(lambda: "step 32 samples" in log.read_text(), process)
-    resource.prlimit(workers_of(process)[0], resource.RLIMIT_FSIZE, (0, 0))
-    run = run_train.finish(process)
-    assert run.returncode == 1, str(run)
-    assert "Traceback" not in run.stderr
-    assert f"OSError: [Errno 27] File too large: '{log.parent}'\n" in run.stderr
 
 
 class Payload:
@@ -431,9 +372,8 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
     first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     through = run_train(f"resume={folder}", "max_epochs=2")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    # the first by the parent, the others by a worker: other weights, another optimizer, other steps, fewer of them
-    refused = ["pieces=3", "data.image_size=16", "optimizer=adamw", "batch_size=16", "max_epochs=1"]
-    for wanted, wrong in [*((folder, each) for each in refused), (first, "batch_size=16"), (first, "max_steps=2")]:
+    # the first by the parent, the others by a worker
+    for wanted, wrong in [(folder, "pieces=3"), (folder, "optimizer=adamw"), (first, "batch_size=16")]:
         run = run_train(f"resume={wanted}", wrong, ok=False)
         assert run.returncode == 2, str(run)
         assert run.stderr.count("\n") == 1
@@ -463,7 +403,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
     assert "resumes after step 12\n" in run.stderr
 
 
-@pytest.mark.parametrize("kind", ["hostile", "truncated", "flipped", "foreign"])
+@pytest.mark.parametrize("kind", ["hostile", "truncated"])
 def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path, kind: str) -> None:
     content = (finished.folder / "checkpoints" / "last.ckpt").read_bytes()
     folder = tmp_path / "run"
@@ -475,13 +415,8 @@ def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: 
     (folder / "checkpoints" / "best.ckpt").write_bytes(content)
     if kind == "hostile":
         torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
-    elif kind == "foreign":
-        torch.save({"weights": torch.zeros(3)}, path)
     else:
-        middle = len(content) // 2
-        path.write_bytes(
-            content[:middle] if kind == "truncated" else content[:middle] + b"\xff" + content[middle + 1 :]
-        )
+        path.write_bytes(content[: len(content) // 2])
     for name, option in (("train", f"resume={folder}"), ("evaluate", f"checkpoint={path}")):
         program = Program(tmp_path / "outputs", f"src/{name}.py")
         done = program(option, env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ok=False)

@@ -127,21 +127,15 @@ def test_schedules_of_torch_know_the_length_of_the_run() -> None:
     assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
 
 
-@pytest.mark.parametrize(("scheduler", "kind"), [("plateau", "num_bad_epochs"), ("multistep", "milestones")])
-def test_schedules_by_epoch_and_by_metric_go_on_where_they_were(tmp_path: Path, scheduler: str, kind: str) -> None:
-    named = (
-        ("+scheduler.threshold=10", "scheduler.patience=0")
-        if scheduler == "plateau"
-        else ("scheduler.milestones=[1,2]",)
-    )
-    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", f"scheduler={scheduler}", *named)
+def test_a_schedule_by_a_metric_goes_on_where_it_was(tmp_path: Path) -> None:
+    named = ("scheduler=plateau", "+scheduler.threshold=10", "scheduler.patience=0")
+    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", *named)
     whole = Program(tmp_path / "whole")(*task, "max_epochs=4")
     cut = Program(tmp_path / "cut")(*task, "max_epochs=4", "max_steps=10")  # of four an epoch
-    train = Program(tmp_path / "cut")
-    train(f"resume={cut.folder}", "max_steps=null")
+    Program(tmp_path / "cut")(f"resume={cut.folder}", "max_steps=null")
     assert summary_of(cut.folder)["weights_sha256"] == whole.summary["weights_sha256"]
     state = torch.load(whole.folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert kind in state["lr_schedulers"][0]
+    assert "num_bad_epochs" in state["lr_schedulers"][0]
     assert state["optimizer_states"][0]["param_groups"][0]["lr"] < 0.03
 
 
@@ -151,6 +145,7 @@ TASK = (
     "data.samples=190",
     "batch_size=170",
     "precision=64-true",
+    "data.image_size=12",
     "callbacks.checkpoint.monitor=null",
 )
 
@@ -163,12 +158,9 @@ def test_a_fused_optimizer_makes_the_same_steps_where_a_rank_has_no_sample(tmp_p
     assert apart(plain, Program(tmp_path / "other")(*TASK, *layout, "seed=1")) > 1e-3
 
 
-@pytest.mark.parametrize("strategy", ["auto", "dp"])
-def test_a_fused_optimizer_goes_on_in_another_memory_format(tmp_path: Path, strategy: str) -> None:
+def test_a_fused_optimizer_goes_on_in_another_memory_format(tmp_path: Path) -> None:
     def train(choice: str) -> Run:
-        first = Program(tmp_path / choice[-4:])(
-            *TASK, f"strategy={strategy}", choice, "memory_format=contiguous", "max_steps=3"
-        )
+        first = Program(tmp_path / choice[-4:])(*TASK, choice, "memory_format=contiguous", "max_steps=3")
         return Program(tmp_path / choice[-4:])(
             f"resume={first.folder}", choice, "memory_format=channels_last", "max_steps=6"
         )

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import Program, Run
-from parity import layouts, trials
-from trials.trial import Trial, run
+from parity import layouts
 from trials.verdicts import MARGIN, Distances, allowed
 
-from lockstep.launch import agent
 from lockstep.run.config import check
 from lockstep.run.library import compose
-from lockstep.run.opening import open_data
 
 TINY = (
     "data=synthetic",
@@ -57,21 +53,6 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
     assert not list(run.folder.rglob("*.npz"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
-def test_compiled_networks_are_compared_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
-    plain, compiled = (dict(compose(*TINY[:-2], *more)) for more in ((), ("compile=true",)))
-    every, ours = (
-        {trial.changes["strategy"]["name"] for _, trial in trials(check(raw), raw)} for raw in (plain, compiled)
-    )
-    assert every - ours == {"dp"}  # which can't be
-    config = check(compiled)
-    monkeypatch.setattr(agent, "start_method", lambda: "spawn")  # this process may have computed
-    run(Trial("compiled"), compiled, 1, open_data(config.data, config.data_dir), tmp_path / "trial")
-    assert list(tmp_path.glob("kernels/**/*.so"))
 
 
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:

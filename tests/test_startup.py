@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import pickle
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 from conftest import Program, python, wait_for, workers_of
-from PIL import Image
-
-from lockstep.launch import interpreter
-from project.data import image_folder
 
 # train.py, whose worker then tells of itself
 COMMAND = """
@@ -60,13 +53,6 @@ leave(7)
     assert (tmp_path / "log").read_text().strip() == "logged"
 
 
-def test_the_collector_of_a_users_process_is_left_alone() -> None:
-    before = gc.get_freeze_count()
-    interpreter.imported()
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == before
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what processes share")
 def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     samples, size = 60_000, 64
@@ -92,18 +78,6 @@ def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
     for kept in workers:
         assert kept["Rss"] > data  # the control: this worker has the data
         assert kept["Private_Dirty"] < data / 2
-
-
-def test_image_folders_keep_no_pixel(tmp_path: Path) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), dtype=np.uint8)
-    for number, image in enumerate(pixels):
-        for split in ("train", "test"):
-            folder = tmp_path / split / str(number % 2)
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(folder / f"{number}.png")
-    train = image_folder(str(tmp_path), image_size=64, channels=3).train
-    assert sum(int(image.sum()) for image, _ in (train[index] for index in range(len(train)))) == int(pixels.sum())
-    assert len(pickle.dumps(train)) < pixels.nbytes / 20
 
 
 def memory(pid: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, Program, composed, summary_of
+from conftest import Program, composed, summary_of
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
@@ -111,8 +111,8 @@ def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dic
         "lockstep": {"config": config, "spec": {}},
     }
     checkpoint_io.save(content, tmp_path / "evil.ckpt")
-    evaluate = Program(tmp_path / "outputs", "src/evaluate.py", fresh=True)
-    run = evaluate("checkpoint=evil.ckpt", cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "src")}, ok=False)
+    evaluate = Program(tmp_path / "outputs", "src/evaluate.py")
+    run = evaluate("checkpoint=evil.ckpt", cwd=tmp_path, ok=False)
     assert run.returncode == 2, str(run)
     assert re.fullmatch(
         rf"error: evil.ckpt: its {group}\..*_target_ is .*, which no file of conf/{group} .*\n", run.stderr

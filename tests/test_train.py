@@ -114,13 +114,6 @@ def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
     assert told_of(config, splits, resumed) == told[:1]
 
 
-@pytest.mark.parametrize("when", ["max_steps=3", "val_every=1000"])
-def test_a_run_ends_with_a_validation(run_train: Program, when: str) -> None:
-    run = run_train(*SHORT, when)
-    assert run.summary["metrics"]["val/count"] == 20
-    assert checkpoint(run.folder, "best")["global_step"] == run.summary["steps"]
-
-
 def test_sweep_of_layouts(run_train: Program) -> None:
     run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
     layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]
@@ -149,7 +142,6 @@ def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("lr=0.01,0.1,-1", r"lr=-1: must be a number greater than 0 \(job 2: lr=-1\)"),
         ("lr=0.01,0.1,-1 strategy=dp,ddp", r"lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)"),
         ("batch_size=32,33 pieces=1,2", r"batch_size=33 can't be .* \(job 3: batch_size=33 pieces=2\)"),
         (
@@ -157,7 +149,6 @@ def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
             r"strategy.shares=\[1.0, 2.0, 3.0\]: .* \(job 1: .*\)",
         ),
         ("model=mnist_cnn,vgg", r"model=vgg: known: .*"),
-        ("seed=1,2 sweep.jobs=1000", r"sweep.jobs=1000: .*"),
     ],
 )
 def test_a_grid_is_refused_before_its_first_job(run_train: Program, overrides: str, says: str) -> None:
@@ -167,46 +158,22 @@ def test_a_grid_is_refused_before_its_first_job(run_train: Program, overrides: s
     assert not list(run_train.outputs.rglob("sweeps/*")), "no folder is left"
 
 
-@pytest.mark.parametrize("short", [5, 1], ids=["5 samples for 8 pieces", "1 sample for 8 pieces"])
-def test_pieces_that_devices_do_not_divide_and_tails_shorter_than_them(run_train: Program, short: int) -> None:
-    """8 pieces on 3 devices are 3, 3 and 2; the tail leaves pieces, turns and whole processes without a sample."""
+def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: Program) -> None:
+    """8 pieces on 3 devices are 3, 3 and 2; the tail leaves pieces and whole processes without a sample."""
     run = run_train(
-        *SHORT, f"data.samples={96 + short}", "data.val_fraction=0", "max_epochs=2", "batch_size=48", "pieces=8",
+        *SHORT, "data.samples=97", "data.val_fraction=0", "max_epochs=2", "batch_size=48", "pieces=8",
         "precision=64-true", "strategy=ddp,dp", "devices=1,3", "-m",
     )  # fmt: skip
     states = [checkpoint(job)["state_dict"] for job in run.jobs]
     assert [summary_of(job)["layout"]["accumulate_grad_batches"] for job in run.jobs] == [8, 3, 8, 3]
     for job, state in zip(run.jobs, states, strict=True):
         assert summary_of(job)["steps"] == 6
-        assert summary_of(job)["samples_seen"] == 2 * (96 + short)
+        assert summary_of(job)["samples_seen"] == 2 * 97
         for name, value in state.items():
             torch.testing.assert_close(value, states[0][name], rtol=1e-9, atol=1e-12)
 
 
 # Workers that exist already, and several machines
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, "strategy=ddp", "devices=2")
-    summary = assert_contract(run.folder, steps=6, test_count=40)
-    assert summary["layout"]["devices"] == 2
-    assert (run.folder / "rank_1.log").is_file()
-    assert run.stderr.count("step 32 samples") == 1
-
-
-def test_torchruns_workers_can_try_nothing(tmp_path: Path) -> None:
-    options = (*SHORT, "strategy=ddp", "devices=2", "accumulate_grad_batches=auto")
-    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*options, ok=False)
-    assert run.returncode != 0
-    assert re.search("^error: accumulate_grad_batches=auto tries in workers that it starts", run.stderr, re.MULTILINE)
-    assert run.folders == []
-
-
-def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path) -> None:
-    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, "devices=1", ok=False)
-    assert run.returncode != 0
-    assert re.search("^error: 2 workers exist, .*needs 1: .*devices x num_nodes = 2$", run.stderr, re.MULTILINE)
-    assert run.folders == []
 
 
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
@@ -219,7 +186,9 @@ def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
     os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
     run = program.finish(process)
     assert run.returncode == 0, str(run)
-    assert (run.summary["status"], run.summary["restarts"]) == ("completed", 1)
+    assert assert_contract(run.folder, steps=360, test_count=40)["restarts"] == 1
+    assert (run.folder / "rank_1.log").is_file()
+    assert run.stderr.count("step 32 samples") == 2, "rank zero speaks alone, in each life"
     assert re.search(r"resumes after step \d+", run.stderr)
     assert run.summary["weights_sha256"] == undisturbed["weights_sha256"]
 
@@ -243,7 +212,7 @@ def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_togethe
 ) -> None:
     """The late one's agent starts its worker again because the other one did, which torch does not count."""
     options = (*TINY, "max_epochs=60", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
-    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=2").summary
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=2").summary  # on one machine
     processes = two_machines(run_train, *options, "max_restarts=1")
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), processes[0])
     (one,), (other,) = map(workers_of, processes)
@@ -253,8 +222,12 @@ def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_togethe
     runs = [run_train.finish(process) for process in processes]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
     (folder,) = {folder for run in runs for folder in run.folders}
-    assert "resumes after step" in (folder / "train.log").read_text()
-    assert summary_of(folder)["weights_sha256"] == undisturbed["weights_sha256"]
+    log = (folder / "train.log").read_text()
+    assert "on 2 devices, 1 each of 2 nodes" in log
+    assert "resumes after step" in log
+    summary = assert_contract(folder, steps=360, test_count=40)
+    assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (1, 2)
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 def test_two_machines_go_on_with_one_run(tmp_path: Path) -> None:
@@ -297,29 +270,20 @@ def test_machines_agree_on_each_thing_by_itself() -> None:
     assert [agree(what, value, 2, met) for what, value in asked] == ["1", "2", "1"]
 
 
-def test_two_machines_share_one_folder(run_train: Program) -> None:
-    runs = [run_train.finish(process) for process in two_machines(run_train, *SHORT, "strategy=ddp")]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
-    assert "on 2 devices, 1 each of 2 nodes" in runs[0].stderr + runs[1].stderr
-    summary = assert_contract(runs[0].folder, steps=6, test_count=40)
-    assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (1, 2)
-    assert (runs[0].folder / "rank_1.log").is_file()
-
-
 # Evaluation
 
 
 def test_evaluation_is_the_same_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
     """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many."""
-    run = run_evaluate(f"checkpoint={ddp.folder}", "devices=1,2,3,5", "++data.samples=205,7", "batch_size=30", "-m")
+    run = run_evaluate(f"checkpoint={ddp.folder}", "devices=1,2,5", "++data.samples=205,7", "batch_size=30", "-m")
     for first, count in ((0, 41), (1, 3)):
         found = [summary_of(job) for job in run.jobs[first::2]]
-        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 3, 5]
+        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 5]
         assert {summary["status"] for summary in found} == {"completed"}
         assert {summary["metrics"]["test/count"] for summary in found} == {count}
         assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
         losses = [summary["metrics"]["test/loss"] for summary in found]
-        assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
     tested = {checkpoint(ddp.folder, "best")["global_step"]}
     assert {summary_of(folder)["tested_step"] for folder in (ddp.folder, *run.jobs)} == tested
     for said in (ddp.stderr, run.stderr):
@@ -341,11 +305,7 @@ def started(program: Program, *overrides: str) -> Any:
 
 @pytest.mark.parametrize(
     ("signum", "code", "layout"),
-    [
-        (signal.SIGTERM, 143, "strategy=ddp devices=2"),
-        (signal.SIGINT, 130, "strategy=ddp devices=2"),
-        (signal.SIGTERM, 143, "devices=1"),
-    ],
+    [(signal.SIGINT, 130, "strategy=ddp devices=2"), (signal.SIGTERM, 143, "devices=1")],
 )
 def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, code: int, layout: str) -> None:
     process = started(run_train, *layout.split())
