@@ -103,11 +103,6 @@ def by_epoch(optimizer: Any) -> dict[str, Any]:
     return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), "interval": "epoch"}
 
 
-def by_metric(optimizer: Any) -> dict[str, Any]:
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, threshold=10.0, patience=0, factor=0.1)
-    return {"scheduler": schedule, "monitor": "val/loss"}
-
-
 @pytest.mark.parametrize(
     ("scheduler", "fraction"),
     [
@@ -140,16 +135,3 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
         assert first.group["momentum"] == momentum
         saved = [one["momentum_buffer"] for one in state["state"].values()]
         assert all(torch.equal(a, b) for a, b in zip(first.gathered, saved, strict=True))
-
-
-def test_a_schedule_that_follows_a_metric_keeps_what_it_has_seen(tmp_path: Path) -> None:
-    rates = []
-    for epochs, patience in ((3, 0), (4, 5)):
-        first, settings = First(), {"optimizer": {"lr": 0.1}, "scheduler": {"patience": patience}}
-        state = ResumeState({}, settings, steps_per_epoch=3)
-        run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, first])
-        again: dict[str, Any] = {"ckpt_path": tmp_path / "cut.ckpt"} if epochs == 4 else {}
-        run.fit(mnist_cnn(scheduler=by_metric), loader(batches(3)), loader(batches(1)), weights_only=True, **again)
-        run.save_checkpoint(tmp_path / "cut.ckpt")
-        rates.append(first.group["lr"])
-    assert rates == [0.1, pytest.approx(0.0001)]

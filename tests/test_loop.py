@@ -416,17 +416,6 @@ def test_a_loss_scaler_does_not_hide_what_is_not_finite(tmp_path: Path, later: b
         fit(tmp_path, Overflows(), ours=True, later=later, max_epochs=20, plugins=[scaled(2.0**-2)])
 
 
-def test_a_loss_scaler_finds_its_scale_and_skips(tmp_path: Path) -> None:
-    module, broken = Net(), Broken()
-    plugin = scaled(2.0**60)
-    fit(tmp_path, module, ours=True, max_epochs=30, plugins=[plugin])
-    assert plugin.scaler is not None
-    assert 1 < plugin.scaler.get_scale() < 2.0**60
-    assert not torch.equal(weights(module), weights(Net()))
-    fit(tmp_path, broken, ours=True, policy="skip", plugins=[scaled()])
-    assert bool(weights(broken).isfinite().all())
-
-
 class Still(Net):
     """Its normalisation is frozen."""
 

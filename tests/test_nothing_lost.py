@@ -104,8 +104,8 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
-    options = (*JOB, "max_epochs=30", "log_every=1", "checkpoint_every=7")
-    undisturbed = Program(tmp_path / "undisturbed", fresh=True)(*options)
+    options = (*JOB, "max_epochs=10", "log_every=1", "checkpoint_every=7")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
     process = run_train.start(*options)
     folder = saves(run_train.outputs, process, 3)
     time.sleep(0.05)
@@ -184,7 +184,7 @@ def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program)
 
 @pytest.mark.slow
 def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) -> None:
-    options = (*JOB, "pieces=4", "max_epochs=20", "optimizer=adamw", "lr=0.003", "exact=true")
+    options = (*JOB, "pieces=4", "max_epochs=12", "optimizer=adamw", "lr=0.003", "exact=true", "logger=none")
     undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=1")
     process = run_train.start(*options, "strategy=ddp", "devices=4")
     folder = saves(run_train.outputs, process)
@@ -363,11 +363,11 @@ class Payload:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Program(tmp_path_factory.mktemp("finished") / "outputs")(*JOB, "max_epochs=1")
+    return Program(tmp_path_factory.mktemp("finished") / "outputs")(*JOB, "max_epochs=1", "logger=none")
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
-    folder = run_train(*JOB, "max_epochs=1").folder
+    folder = run_train(*JOB, "max_epochs=1", "logger=none").folder
     first = folder / "checkpoints" / "first.ckpt"
     first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     through = run_train(f"resume={folder}", "max_epochs=2")

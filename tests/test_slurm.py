@@ -24,7 +24,7 @@ JOB = (
     "logger=none",
     "threads=1",
 )
-LONG = (*JOB, "max_epochs=30")
+LONG = (*JOB, "max_epochs=14")
 
 
 @pytest.fixture

@@ -8,12 +8,8 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
 import torch
 
-from lockstep.run import provenance
-from lockstep.run.config import Config, check
-from lockstep.run.library import compose
 from lockstep.run.provenance import git_info, versions
 from lockstep.run.summary import weights_sha256, write_summary
 
@@ -75,25 +71,3 @@ def test_versions_and_git(tmp_path: Path) -> None:
     (tmp_path / "src" / "mine.py").unlink()
     (tmp_path / "file").write_text("2")
     assert git_info(tmp_path) == {"commit": info["commit"], "dirty": True}
-
-
-def test_changes_are_kept_whatever_shows_them_to_a_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config
-) -> None:
-    for command in ("init", "add .", "commit --message=all"):
-        (tmp_path / "file").write_text("before\n")
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command.split()], cwd=tmp_path, check=True)
-    (tmp_path / "file").write_text("after\n")
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "mine.py").write_text("x = 1\n")
-    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "false")
-    provenance.record(config, "", tmp_path)
-    assert "\n-before\n+after\n" in (tmp_path / "git.diff").read_text()
-    assert json.loads((tmp_path / "provenance.json").read_text())["untracked"] == ["src/mine.py"]
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Of a run in a folder under git that has changed."""
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    return check(dict(compose()))

@@ -16,7 +16,7 @@ from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
-SWEEP = (*TINY, "max_epochs=60", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
+SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 

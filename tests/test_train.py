@@ -177,7 +177,7 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
 
 
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
-    options = (*TINY, "max_epochs=60", "checkpoint_every=7", "strategy=ddp", "devices=2", "logger=none")
+    options = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "devices=2", "logger=none")
     undisturbed = Program(tmp_path / "undisturbed")(*options).summary
     program = Program(tmp_path / "outputs", launcher=(*TORCHRUN, "--max-restarts=1"))
     process = program.start(*options)
@@ -186,7 +186,7 @@ def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
     os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
     run = program.finish(process)
     assert run.returncode == 0, str(run)
-    assert assert_contract(run.folder, steps=360, test_count=40)["restarts"] == 1
+    assert assert_contract(run.folder, steps=144, test_count=40)["restarts"] == 1
     assert (run.folder / "rank_1.log").is_file()
     assert run.stderr.count("step 32 samples") == 2, "rank zero speaks alone, in each life"
     assert re.search(r"resumes after step \d+", run.stderr)
@@ -211,7 +211,7 @@ def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_togethe
     run_train: Program, tmp_path: Path
 ) -> None:
     """The late one's agent starts its worker again because the other one did, which torch does not count."""
-    options = (*TINY, "max_epochs=60", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
+    options = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
     undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=2").summary  # on one machine
     processes = two_machines(run_train, *options, "max_restarts=1")
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), processes[0])
@@ -225,7 +225,7 @@ def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_togethe
     log = (folder / "train.log").read_text()
     assert "on 2 devices, 1 each of 2 nodes" in log
     assert "resumes after step" in log
-    summary = assert_contract(folder, steps=360, test_count=40)
+    summary = assert_contract(folder, steps=144, test_count=40)
     assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (1, 2)
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
 
