@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 from conftest import Program, Run, apart
 from silent import silent
-from test_loop import Net, fit
+from test_step_loop import Net, fit
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
