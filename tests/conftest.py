@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -220,6 +221,17 @@ def data_dir() -> Path:
     if not named:
         pytest.skip("needs real data: LOCKSTEP_TEST_DATA=<data_dir>")
     return Path(named)
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
+    folder = tmp_path_factory.mktemp("project")
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
+    (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,15 @@
-"""Metrics that don't depend on who evaluated what, in which order."""
+"""Promise 5: every sample counts once in evaluation; metrics don't depend on who evaluated what, in which order."""
 
 from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -62,3 +64,26 @@ def test_broken_values_and_none_are_no_number() -> None:
     mean, total = evaluated([])
     assert mean.compute().isnan()
     assert total.compute() == 0
+
+
+def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path) -> None:
+    """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many."""
+    tiny = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1", "logger=none")
+    trained = run_train(*tiny, "data.samples=205", "max_epochs=2")
+    evaluate = Program(tmp_path / "evaluated", "src/evaluate.py")
+    run = evaluate(f"checkpoint={trained.folder}", "devices=1,2,5", "++data.samples=205,7", "batch_size=30", "-m")
+    for first, count in ((0, 41), (1, 3)):
+        found = [summary_of(job) for job in run.jobs[first::2]]
+        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 5]
+        assert {summary["status"] for summary in found} == {"completed"}
+        assert {summary["metrics"]["test/count"] for summary in found} == {count}
+        assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
+        losses = [summary["metrics"]["test/loss"] for summary in found]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    tested = trained.summary["tested_step"]
+    assert {summary_of(job)["tested_step"] for job in run.jobs} == {tested}
+    for said in (trained.stderr, run.stderr):
+        assert f"test (best.ckpt, step {tested})" in said
+    for name, exact in (("test/correct", True), ("test/loss", False)):
+        found, expected = summary_of(run.jobs[0])["metrics"][name], trained.summary["metrics"][name]
+        assert found == (expected if exact else pytest.approx(expected, rel=1e-6))

@@ -1,4 +1,4 @@
-"""scripts/chaos.py with a short seed; docs/daily.md quotes a long one."""
+"""Promise 6: struck at random, a run goes on. scripts/chaos.py with a short seed; docs/daily.md quotes a long one."""
 
 from __future__ import annotations
 

@@ -1,142 +1,31 @@
-"""A user's own LightningModule, written as in Lightning's tutorial, gets promises 1, 2, 3 and 5 on every layout."""
+"""A user's own LightningModule, as in Lightning's tutorial: what it may do, how it goes on, and what is refused."""
 
 from __future__ import annotations
 
 import csv
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import ROOT, Program, Run, apart, summary_of
+from conftest import Program, Run, apart
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from own_runs import DDP, DP, LAYOUTS, go_on, same_bits, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep.arithmetic.layout import Refusal, resolve
-from lockstep.arithmetic.order import DataOrder
-from lockstep.loading import Splits
+from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
 from lockstep.run.config import check
 from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
 from lockstep.run.loggers import make_loggers
-from lockstep.run.opening import open_data
 from lockstep.run.resume import key
 
-DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
-TASK = (
-    "model=mine",
-    "data=synthetic",
-    *(f"data.{name}={value}" for name, value in DATA.items()),
-    "accelerator=cpu",
-    "batch_size=24",  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
-    "pieces=6",
-    "max_epochs=2",
-    "precision=64-true",
-    "logger=none",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
-)
-DDP, DP = ("strategy=ddp", "devices=2"), ("strategy=dp", "devices=2")
 SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
-LAYOUTS = {"one": ("devices=1",), "ddp": DDP, "dp": DP}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
-    folder = tmp_path_factory.mktemp("project")
-    for part in ("src", "conf"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
-    (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
-    return folder
-
-
-def train(project: Path, outputs: Path, name: str, *overrides: str, cut: str = "", ok: bool = True) -> Run:
-    """A run of the module `name`; `cut` names the signal that ends one derived from `Cut`."""
-    program = Program(outputs, str(project / "src" / "train.py"))
-    return program(*TASK, f"model._target_=mine.{name}", *overrides, cwd=project, env={"CUT": cut}, ok=ok)
-
-
-def go_on(project: Path, run: Run, *overrides: str, ok: bool = True) -> Run:
-    program = Program(run.folder.parent, str(project / "src" / "train.py"))
-    return program(f"resume={run.folder}", *overrides, cwd=project, ok=ok)
-
-
-def same_bits(*runs: Run) -> bool:
-    return len({run.summary["weights_sha256"] for run in runs}) == 1
-
-
-# --- the same steps on every layout -----------------------------------------------------------------------------------
-
-
-def by_hand(splits: Splits, seed: int = 0) -> dict[str, torch.Tensor]:
-    """What the run must compute, as a loop over whole steps in plain torch: no pieces, no Lightning, no lockstep."""
-    torch.manual_seed(seed)
-    first, last = torch.nn.Linear(12 * 12, 16), torch.nn.Linear(16, 3)
-    net = torch.nn.Sequential(torch.nn.Flatten(), first, torch.nn.ReLU(), last).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    on = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
-    order = DataOrder(len(splits.train), on, seed)
-    samples = [splits.train[index] for index in range(len(splits.train))]
-    images = torch.stack([image for image, _ in samples]).double()
-    x = (images / 255 - splits.spec.mean[0]) / splits.spec.std[0]
-    y = torch.stack([label for _, label in samples])
-    for epoch in range(2):
-        for index in range(order.steps_per_epoch):
-            ids = torch.from_numpy(order.step(epoch, index))
-            optimizer.zero_grad()
-            F.cross_entropy(net(x[ids]), y[ids]).backward()
-            optimizer.step()
-    return {f"net.{name}": value for name, value in net.state_dict().items()}
-
-
-def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: Path) -> None:
-    run = train(project, tmp_path, "LitDigits", "lr=0.1", "strategy=ddp,dp", "devices=1,2,4", "-m")
-    expected = by_hand(open_data({"_target_": "project.data.synthetic", **DATA}, "data"))
-    for folder in run.jobs:
-        found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{folder}: {name}")
-    metrics = [summary_of(folder)["metrics"] for folder in run.jobs]
-    assert len(metrics) == 6
-    assert len({each["test/acc"] for each in metrics}) == 1
-    losses = [each["test/loss"] for each in metrics]
-    assert max(losses) - min(losses) < 1e-10 * losses[0]
-
-
-def test_what_is_unfrozen_in_mid_run_is_trained_alike(project: Path, tmp_path: Path) -> None:
-    plain = train(project, tmp_path / "plain", "Unfrozen", "pieces=1")
-    ddp = train(project, tmp_path / "ddp", "Unfrozen", *DDP)
-    exact = [train(project, tmp_path / "exact" / n, "Unfrozen", "exact=true", *on) for n, on in LAYOUTS.items()]
-    frozen = train(project, tmp_path / "frozen", "Unfrozen", "pieces=1", "max_epochs=1")
-    assert all(apart(run, plain) < 1e-10 for run in (ddp, *exact))
-    assert same_bits(*exact)
-    assert apart(frozen, plain) > 1e-3
-
-
-def test_a_parameter_that_a_step_leaves_out_is_not_decayed(project: Path, tmp_path: Path) -> None:
-    """Its gradient is None there, not zeros. The step is the epoch's last, of one sample: a rank has none."""
-    task = ("batch_size=20", "pieces=2", "threads=1")  # 81 samples: 4 x 20 + 1
-    plain = train(project, tmp_path / "plain", "Rarely", *task, "pieces=1")
-    for number, layout in enumerate((DDP, DP, (*DDP, "exact=true"))):
-        assert apart(train(project, tmp_path / str(number), "Rarely", *task, *layout), plain) < 1e-10, layout
-
-
-def test_what_a_module_does_to_batches_is_the_same(project: Path, tmp_path: Path) -> None:
-    def run(name: str, on: str) -> Run:
-        return train(project, tmp_path / name / on, name, "exact=true", "max_epochs=1", *LAYOUTS[on])
-
-    mixed = [run("Mixes", on) for on in LAYOUTS]
-    plain, blind = run("LitDigits", "one"), run("Blinds", "one")
-    assert same_bits(*mixed)
-    assert not same_bits(plain, mixed[0])
-    assert same_bits(plain, blind)
-    assert plain.summary["metrics"]["test/loss"] != blind.summary["metrics"]["test/loss"]
+# --- what a module may do on every layout -----------------------------------------------------------------------------
 
 
 def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Path) -> None:
@@ -149,18 +38,6 @@ def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Pa
     assert one["norm.running_mean"].abs().max() > 1e-3
     for name in ("norm.running_mean", "norm.running_var"):
         torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
-
-
-def test_a_loss_that_goes_past_forward_is_trained_on_or_refused(project: Path, tmp_path: Path) -> None:
-    """Under dp and exact it would be without its gradient."""
-    task = ("max_epochs=1", "threads=1")
-    dp, without = (train(project, tmp_path / name, name, *task, *DP) for name in ("Penalty", "LitDigits"))
-    alone = train(project, tmp_path / "alone", "Penalty", *task)
-    assert apart(dp, alone) < 1e-10
-    assert apart(without, alone) > 1e-3
-    refused = train(project, tmp_path / "exact", "Penalty", *DP, "exact=true", ok=False)
-    assert refused.returncode == 2, str(refused)
-    assert "training_step uses net.1.weight, net.1.bias, net.3.weight, ... outside of forward()" in refused.stderr
 
 
 def test_outputs_in_a_named_tuple_come_from_scattered_devices(project: Path, tmp_path: Path) -> None:
