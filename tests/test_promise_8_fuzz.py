@@ -65,7 +65,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "state_dict": {"net.weight": torch.arange(6.0).reshape(2, 3)},
     "pytorch-lightning_version": "2.6.6",
     "lockstep": {"config": {"lr": 0.1, "name": "größer"}, "fingerprint": None},

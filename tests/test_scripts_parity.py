@@ -56,7 +56,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
 
 
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
-    run = run_parity(*TINY, "lr=1e-30", ok=False)
+    run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
     assert run.returncode == 1
     assert "this comparison does not see: lr x 1.01" in run.stderr
     assert "NOT SEEN" in run.stdout
