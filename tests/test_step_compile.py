@@ -96,10 +96,10 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
 
     beats, seen = np.zeros(4), set[float]()
     monkeypatch.setattr(watchdog, "_beats", beats)
-    torch._dynamo.on_compile_start(lambda _: seen.add(float(beats[0])))
 
     plain, compiled = Net(norm=True, dropout=0.3).double(), Net(norm=True, dropout=0.3).double()
     compile_networks(compiled, "default", exact=False)
+    torch._dynamo.on_compile_start(lambda _: seen.add(float(beats[0])))
     assert list(compiled.state_dict()) == list(plain.state_dict())
     counters.clear()
     fit(tmp_path, compiled, ours=True, pieces=2, callbacks=[EagerEvaluation()])
