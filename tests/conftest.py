@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +223,17 @@ def data_dir() -> Path:
     return Path(named)
 
 
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
+    folder = tmp_path_factory.mktemp("project")
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
+    (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> None:
     """What a test sets in the environment is read in that test."""
@@ -243,19 +254,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests come first: at the end, no worker waits for another's."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests marked `alone` have the machine to themselves: no other worker of pytest-xdist runs one meanwhile."""
-    with open(__file__) as door, open(forks.__file__) as room:  # what all workers can lock, and nobody has to remove
-        fcntl.flock(door, fcntl.LOCK_EX)  # who waits for an empty room keeps others from entering
-        fcntl.flock(room, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # also for forks that have it open
 
 
 @pytest.fixture(scope="session", autouse=True)

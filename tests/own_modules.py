@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from torchvision.ops import FrozenBatchNorm2d
 
-from lockstep.arithmetic.layout import Refusal
 from project.models import ImageClassifier, MnistCNN
 
 SIZE, CLASSES = 12, 3
@@ -80,18 +78,21 @@ class Unfrozen(LitDigits):
             self.net[1].requires_grad_(True)
 
 
-class Freezes(Cut):
+class Curriculum(Cut):
+    """Each epoch begins with something else: a factor of the loss, and from the second on a frozen layer."""
+
     def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.net[1].requires_grad_(False)
+        self.scale = 1 + self.current_epoch
+        self.net[1].requires_grad_(self.current_epoch == 0)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scale
 
     def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-class Head(LitDigits):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net[3].parameters(), lr=self.hparams.lr)
+        optimizer = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Rarely(LitDigits):
@@ -107,29 +108,6 @@ class Rarely(LitDigits):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, weight_decay=0.5)
 
 
-class Curriculum(Cut):
-    def on_train_epoch_start(self):
-        self.scale = 1 + self.current_epoch
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * self.scale
-
-
-class Planned(Cut):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Plateau(Cut):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", threshold=10.0, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/acc"}}
-
-
 class StepPlateau(Cut):
     def __init__(self, monitor, every, lr: float = 0.1):
         super().__init__(lr=lr)
@@ -139,15 +117,6 @@ class StepPlateau(Cut):
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.999)
         follows = {"monitor": self.hparams.monitor, "interval": "step", "frequency": self.hparams.every}
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **follows}}
-
-
-class Groups(LitDigits):
-    def __init__(self, hidden: int = 16, lr: float = 0.1, whole: bool = False):
-        super().__init__(hidden, lr)
-
-    def configure_optimizers(self):
-        parts = [self.parameters()] if self.hparams.whole else [self.net[1].parameters(), self.net[3].parameters()]
-        return torch.optim.SGD([{"params": list(part)} for part in parts], lr=self.hparams.lr)
 
 
 class Stopping(pl.callbacks.EarlyStopping):
@@ -209,14 +178,6 @@ class Counts(LitDigits):
         self.seen.reset()
 
 
-class FrozenNorm(LitDigits):
-    def extend(self):
-        self.norm = FrozenBatchNorm2d(1)
-
-    def forward(self, x):
-        return self.net(self.norm(x))
-
-
 Output = collections.namedtuple("Output", "logits more")
 
 
@@ -255,12 +216,6 @@ class NoTest(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Sleeps(LitDigits):
-    def training_step(self, batch, batch_idx):
-        time.sleep(60 * (batch_idx > 0))
-        return super().training_step(batch, batch_idx)
-
-
 class SlowTest(LitDigits):
     def test_step(self, batch, batch_idx):
         time.sleep(float(os.environ.get("SLOW", "0")))
@@ -270,7 +225,7 @@ class SlowTest(LitDigits):
 class OneFails(LitDigits):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and self.trainer.global_step == 5:
-            raise {"ValueError": ValueError, "Refusal": Refusal}[os.environ["ERROR"]]("the file that is broken")
+            raise ValueError("the file that is broken")
         return super().training_step(batch, batch_idx)
 
 
@@ -309,11 +264,6 @@ class Keeps(ImageClassifier):
         net = net or nn.Flatten()
         super().__init__(net, **options)
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
-
-
-class Untrained(LitDigits):
-    def configure_optimizers(self):
-        return None
 
 
 class Twice(LitDigits):
@@ -383,13 +333,3 @@ class AfterBackward(LitDigits):
 class OwnData(LitDigits):
     def train_dataloader(self):
         return []
-
-
-class Swa(pl.callbacks.StochasticWeightAveraging):
-    def __init__(self):
-        super().__init__(swa_lrs=0.05)
-
-
-class OwnSwa(LitDigits):
-    def configure_callbacks(self):
-        return Swa()

@@ -11,21 +11,21 @@ from lockstep.launch import watchdog
 
 
 def silent(rank: int, busy: str, together: Any) -> None:
-    """What rank zero does, for which the other one waits: it `compiles`, or `writes` to a slow disk; it `stops` while
-    it writes, or does `nothing`, and is silent until it is ended."""
+    """What rank zero does, for which the other one waits: it `compiles and writes` to a slow disk; it `stops` while it
+    writes, or does `nothing`, and is silent until it is ended."""
     together.wait()
     watchdog.join(rank)
-    if rank == 0 and busy == "compiles":
-        watchdog.compiling(True)
-        time.sleep(5)
-        watchdog.compiling(False)
-    elif rank == 0 and busy in ("writes", "stops"):
+    if busy == "compiles and writes":
+        if rank == 0:
+            watchdog.compiling(True)
+            time.sleep(3)
+            watchdog.compiling(False)
+            with watchdog.patient():
+                time.sleep(3)
+    elif rank == 0 and busy == "stops":
         with watchdog.patient():
-            time.sleep(5 if busy == "writes" else 1)
-            if busy == "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
-    elif busy in ("compiles", "writes"):
-        time.sleep(5)
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
     else:
         time.sleep(600)
     together.wait()

@@ -16,7 +16,7 @@ from lockstep.sweeps.jobs import Job, Slot, slots
 from lockstep.sweeps.progress import Progress, duration
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
-SWEEP = (*TINY, "max_epochs=60", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
+SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
@@ -66,15 +66,14 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     assert "job" not in again.stderr, "nothing was missing any more"
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_sweep(run_train: Program, signum: signal.Signals, code: int) -> None:
+def test_a_signal_ends_the_sweep(run_train: Program) -> None:
     process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1")
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
-    os.killpg(process.pid, signum)  # as a terminal's Ctrl-C; jobs have groups of their own and hear it once
+    os.killpg(process.pid, signal.SIGTERM)  # jobs have groups of their own and hear it once
     run = run_train.finish(process)
-    assert run.returncode == code, str(run)
+    assert run.returncode == 143, str(run)
     assert "Traceback" not in run.stderr
-    assert (run.summary["status"], run.summary["error"]) == ("interrupted", f"interrupted by {signum.name}")
+    assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert "to run what is missing" in run.stderr
 
@@ -104,35 +103,6 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2
     assert "step 32 samples" not in run.stderr
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
-
-
-WITHOUT_SUMMARY = """
-import sys
-sys.path.insert(0, "src")
-from lockstep.run import cli
-
-def job(raw, folder):
-    witness = folder.parent / "witness"
-    if raw["seed"] == 1 and not witness.exists():
-        witness.touch()
-        raise ValueError("no luck")
-
-cli.command(job, "advise")
-"""
-
-
-def test_jobs_of_a_program_that_writes_no_summary(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(WITHOUT_SUMMARY)
-    program = Program(tmp_path / "outputs", str(script))
-    run = program("-m", "seed=0,1", ok=False)
-    assert run.returncode == 1, str(run)
-    assert [summary_of(job)["status"] for job in run.jobs] == ["completed", "failed"]
-    folder = run.jobs[0].parent
-    assert f"python {os.path.relpath(script)} sweep.resume={os.path.relpath(folder)}\n" in run.stderr
-    run = program(f"sweep.resume={folder}")
-    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
-    assert run.stderr.endswith(": seed=1\n"), "and of no metric to choose by is not spoken"
 
 
 # The parts

@@ -3,8 +3,8 @@
 A batch that the loader yields is a `StepBatch`: what this process computes of one optimizer step. So everything that
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
-The only private names of Lightning that the project builds on stand in this file; tests/test_loop.py fails when they
-change:
+The only private names of Lightning that the project builds on stand in this file; tests/test_step_loop.py fails when
+they change:
 
 - `_TrainingEpochLoop`: `advance` makes a step; its `_results` and `_build_kwargs`, its `_batches_that_stepped`, and the
   `optim_progress` of its `automatic_optimization`, which counts steps.

@@ -1,0 +1,223 @@
+"""Sums that neither the order of addends nor their distribution over processes can change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.arithmetic.exact import CHUNK, HEAD, ExactSum, alone
+from lockstep.arithmetic.layout import MOST_EXACT
+
+SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
+Addend = list[Tensor]
+
+
+def addends(count: int, seed: int, spread: int = 0, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Addend]:
+    """`count` lists of float32 tensors, whose sizes differ by up to 2**spread among themselves."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.randint(-spread, spread + 1, (count, len(shapes)), generator=generator).tolist()
+    return [[torch.randn(s, generator=generator) * 2.0**e for s, e in zip(shapes, row, strict=True)] for row in scales]
+
+
+def zeros(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Addend:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+class Group:
+    """An all-reduce between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.parts = Barrier(size), [torch.empty(0)] * size
+
+    def all_reduce(self, rank: int, tensor: Tensor, op: str) -> None:
+        self.parts[rank] = tensor.clone()
+        self.barrier.wait(10)
+        stacked = torch.stack(self.parts)
+        self.barrier.wait(10)
+        tensor.copy_(stacked.amax(0) if op == "max" else stacked.sum(0))
+
+
+def steps_of(dealt: list[list[list[Addend]]], like: Addend) -> list[list[Addend]]:
+    """The sums that each process gets, `[rank][step]`, from `dealt[step][rank]`, its addends."""
+    size = len(dealt[0])
+    group = Group(size)
+
+    def process(rank: int) -> list[Addend]:
+        exact, sums = ExactSum(like), []
+        for step in dealt:
+            exact.begin()
+            for addend in step[rank]:
+                exact.add(addend)
+            sums.append(exact.total(lambda tensor, op: group.all_reduce(rank, tensor, op) if size > 1 else None))
+        return sums
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(process, range(size)))
+
+
+def same(found: Addend, expected: Addend) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@given(st.data(), st.integers(1, 7), st.integers(1, 4), st.integers(0, 12))
+def test_neither_order_nor_processes_change_a_bit(data: st.DataObject, count: int, size: int, spread: int) -> None:
+    steps = [addends(count, seed, spread, SHAPES[:3]) for seed in (1, 2, 3)]
+    like = zeros(SHAPES[:3])
+    expected = steps_of([[step] for step in steps], like)[0]
+    dealt = []
+    for step in steps:
+        order = data.draw(st.permutations(step))
+        owners = data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count))
+        dealt.append([[a for a, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(size)])
+    for rank in steps_of(dealt, like):
+        for found, wanted in zip(rank, expected, strict=True):
+            assert same(found, wanted)
+
+
+def test_a_plain_sum_does_depend_on_order() -> None:
+    """The control: without the grid these addends differ, so the test above could fail."""
+    values = [addend[1] for addend in addends(7, 1, 6)]
+    assert not torch.equal(sum(values), sum(reversed(values)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spread", [0, 10])
+def test_it_is_more_accurate_than_float32(spread: int) -> None:
+    steps = [addends(8, seed, spread) for seed in range(3)]
+    for found, step in zip(steps_of([[step] for step in steps], zeros())[0], steps, strict=True):
+        for index, total in enumerate(found):
+            true = torch.stack([addend[index].double() for addend in step]).sum(0)
+            largest = max(float(addend[index].abs().max()) for addend in step)
+            assert torch.all((total.double() - true).abs() <= true.abs() * 2.0**-24 + 8 * 2.0**-44 * largest)
+
+
+@pytest.mark.parametrize("factor", [2.0**5, 2.0**7, 2.0**40, 2.0**-20])
+def test_what_outgrows_the_head_room_or_shrinks_is_summed_all_the_same(factor: float) -> None:
+    first, second = addends(6, 1), [[value * factor for value in addend] for addend in addends(6, 2)]
+    second[3][1] *= 2.0**9  # one piece alone grows more than the others
+    alone_ = steps_of([[first], [second]], zeros())[0]
+    shared = steps_of([[first[::2], first[1::2]], [second[4:], second[:4]]], zeros())
+    assert all(same(rank[1], alone_[1]) for rank in shared)
+    for index, total in enumerate(alone_[1]):
+        true = torch.stack([addend[index].double() for addend in second]).sum(0)
+        assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
+
+
+@pytest.mark.parametrize("which", [0, 3])
+def test_one_element_that_outgrows_its_grid_in_a_last_chunk_takes_nothing_with_it(which: int) -> None:
+    """All chunks before it have been rounded by then."""
+    first, second = addends(6, 1), addends(6, 2)
+    second[which][3][-1] *= 2.0**12
+    alone_ = steps_of([[first], [second]], zeros())[0]
+    shared = steps_of([[first[::2], first[1::2]], [second[which:], second[:which]]], zeros())
+    assert all(same(rank[1], alone_[1]) for rank in shared)
+    true = torch.stack([addend[3].double() for addend in second]).sum(0)
+    assert torch.allclose(alone_[1][3].double(), true, rtol=1e-6, atol=1e-12 * float(true.abs().max()))
+
+
+def test_zeros_stay_zero_and_what_comes_after_is_summed_as_before() -> None:
+    step = addends(3, 1)
+    found = steps_of([[[zeros()]], [step], *[[[zeros()]]] * 30, [step]], zeros())[0]
+    assert same(found[0], zeros())
+    assert same(found[2], zeros())
+    assert same(found[1], found[-1])
+
+
+@pytest.mark.parametrize("value", [0.99, 1.0 - 2.0**-24, -1.0 + 2.0**-24])
+def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> None:
+    """On the first step's grid, and on the one known from it, of which they use all of the head room."""
+    exact = ExactSum([torch.zeros(3)])
+    for step in range(2):
+        exact.exponents = [-HEAD + 1] if step else [None]
+        exact.begin()
+        for _ in range(MOST_EXACT):
+            exact.add([torch.full((3,), value)])
+        assert bool(exact.rounded[0]) == bool(step)
+        (total,) = exact.total(alone)
+        assert torch.allclose(total, torch.full((3,), MOST_EXACT * value), rtol=1e-6)
+
+
+def test_what_falls_below_its_grid_is_found_again() -> None:
+    first, small = addends(3, 1), [[value * 2.0**-60 for value in addend] for addend in addends(3, 2)]
+    found = steps_of([[first], [small], [small], [small]], zeros())[0]
+    assert same(found[1], zeros())  # what the docs admit
+    assert all(bool(value.any()) for value in found[2])
+    for index, total in enumerate(found[3]):
+        true = torch.stack([addend[index].double() for addend in small]).sum(0)
+        assert torch.allclose(total.double(), true, rtol=1e-6, atol=1e-6 * float(true.abs().max()))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_comes_back_on_every_process_and_spoils_only_its_tensor(bad: float) -> None:
+    good, broken = addends(4, 1), addends(4, 1)
+    broken[2][1][0, 0, 0, 0] = bad
+    expected = steps_of([[good], [good]], zeros())[0]
+    for rank in steps_of([[broken[:1], broken[1:]], [good[:1], good[1:]]], zeros()):
+        assert not torch.isfinite(rank[0][1]).all()
+        for index in (0, 2, 3):
+            assert torch.equal(rank[0][index], expected[0][index])
+        assert same(rank[1], expected[1])
+
+
+@pytest.mark.parametrize("before", [None, 1000])
+def test_what_is_too_large_for_a_grid_of_float64_counts_as_not_finite(before: int | None) -> None:
+    exact = ExactSum([torch.zeros(2, dtype=torch.float64) for _ in range(2)])
+    exact.exponents = [before]
+    for size in (2.0**1023, 1.0):
+        exact.begin()
+        for value in (1.0, size, -size):
+            exact.add([torch.full((2,), value, dtype=torch.float64), torch.ones(2, dtype=torch.float64)])
+        large, small = exact.total(alone)
+        assert torch.isfinite(small).all()
+        assert torch.isnan(large).all() == (size > 1)
+
+
+def test_it_tells_which_tensors_were_given_anywhere() -> None:
+    group, addend = Group(2), [torch.ones(3), torch.ones(2), torch.ones(1)]
+    dealt = {0: [addend[0], None, None], 1: [None, addend[1], None]}
+
+    def process(rank: int) -> tuple[list[bool], Addend]:
+        exact = ExactSum(addend)
+        for _ in range(2):  # the second sum on a known grid
+            exact.begin()
+            exact.add(dealt[rank])
+            sums = exact.total(lambda tensor, op: group.all_reduce(rank, tensor, op))
+        return exact.given, sums
+
+    with ThreadPoolExecutor(2) as pool:
+        for given, sums in pool.map(process, range(2)):
+            assert given == [True, True, False]
+            assert same(sums, [*addend[:2], torch.zeros(1)])
+
+
+def test_memory_format_and_strides_do_not_matter() -> None:
+    shapes = [(4, 2, 3, 3), (5, 3)]
+    step = addends(4, 1, shapes=shapes)
+    expected = steps_of([[step]], zeros(shapes))[0][0]
+    odd = [[a.to(memory_format=torch.channels_last), torch.stack([b, b], -1)[..., 0]] for a, b in step]
+    like = [torch.zeros(shapes[0]).to(memory_format=torch.channels_last), torch.zeros(3, 5).t()]
+    for addend in (step, odd):
+        found = steps_of([[addend]], like)[0][0]
+        assert same(found, expected)
+        assert [value.stride() for value in found] == [value.stride() for value in like]
+
+
+def test_the_grids_are_all_the_state_there_is() -> None:
+    first, second = addends(3, 1), addends(3, 2)
+    expected = steps_of([[first], [second]], zeros())[0][1]
+    before, after = ExactSum(zeros()), ExactSum(zeros())
+    for addend in first:
+        before.add(addend)
+    before.total(alone)
+    after.exponents = list(before.exponents)
+    after.begin()
+    for addend in second:
+        after.add(addend)
+    assert same(after.total(alone), expected)

@@ -1,0 +1,176 @@
+"""Checkpoint files: whole or refused by name, and no code in them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import PATHS
+
+from lockstep.callbacks import checkpoint_io
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, CheckpointError
+from lockstep.launch import atomic
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plain(value: float = 1.0) -> dict[str, Any]:
+    return {"pytorch-lightning_version": "2", "state_dict": {"w": torch.full((5000,), value)}, "lockstep": {"seed": 0}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    checkpoint_io.save(plain(), tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
+    assert torch.equal(checkpoint_io.load(saved)["state_dict"]["w"], plain()["state_dict"]["w"])
+    assert torch.load(saved, weights_only=True)["lockstep"] == {"seed": 0}
+    assert zipfile.ZipFile(saved).testzip() is None
+    assert os.listdir(saved.parent) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "no such file"),
+        (b"", "none that torch.save wrote"),
+        (b"epoch,step,loss\n", "none that torch.save wrote"),
+        (pickle.dumps({"state_dict": {}}), "none that torch.save wrote"),
+        (0.5, "cut off"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(saved: Path, content: bytes | float | None, reason: str) -> None:
+    if content is None:
+        saved.unlink()
+    elif isinstance(content, float):
+        saved.write_bytes(saved.read_bytes()[: int(saved.stat().st_size * content)])
+    else:
+        saved.write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as refusal:
+        checkpoint_io.load(saved)
+    assert str(saved) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_and_a_foreign_file_of_torch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="can't be read"):
+        checkpoint_io.load(tmp_path)
+    torch.save({"hello": 1}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="not a Lockstep or Lightning checkpoint"):
+        checkpoint_io.load(tmp_path / "other.pt")
+    with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
+        archive.writestr("a.txt", "a")
+    with pytest.raises(CheckpointError, match=r"some\.zip"):
+        checkpoint_io.load(tmp_path / "some.zip")
+
+
+class Hostile:
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.witness),)
+
+
+def test_code_in_a_checkpoint_is_refused_and_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    witness, path = tmp_path / "it-ran", tmp_path / "hostile.ckpt"
+    torch.save({**plain(), "payload": Hostile(witness)}, path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    for unsafe in (None, False):
+        with pytest.raises(CheckpointError, match=r"holds code.*mkdir"):
+            AtomicCheckpointIO().load_checkpoint(path, weights_only=unsafe)
+    assert not witness.exists()
+    torch.load(path)  # the control: with that variable the payload does run
+    assert witness.exists()
+
+
+def test_what_could_not_be_loaded_is_not_saved(saved: Path) -> None:
+    before = saved.read_bytes()
+    with pytest.raises(CheckpointError, match=r"not saved.*pathlib"):
+        checkpoint_io.save({**plain(2.0), "folder": Path("/")}, saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == ["last.ckpt"]
+
+
+def test_a_full_disk_leaves_the_old_file_whole(saved: Path) -> None:
+    before = saved.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match="can't write") as error:
+            checkpoint_io.save(plain(2.0), saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(saved) in str(error.value)
+    assert error.value.strerror is not None
+    assert "too large" in error.value.strerror  # what the system says of it
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == ["last.ckpt"]
+
+
+def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Path) -> None:
+    best, writer = saved.with_name("best.ckpt"), AtomicCheckpointIO()
+    best.write_bytes(b"the best before")
+    writer.save_checkpoint({**plain(), "lockstep": print}, saved)  # code, which is not saved
+    writer.then(atomic.same_file, saved, best)
+    with pytest.raises(CheckpointError, match="not saved"):
+        writer.wait()
+    assert best.read_bytes() == b"the best before"
+    writer.save_checkpoint(plain(2.0), saved)
+    writer.then(atomic.same_file, saved, best)
+    writer.teardown()
+    assert best.samefile(saved)
+
+
+KILLS = """
+import os, sys, time; sys.path[:0] = sys.argv[1].split(':')
+import torch
+from lockstep.callbacks import checkpoint_io
+torch.set_num_threads(1)
+content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(5_000_000)}}
+for delay in (0.02, 0.05, 0.1):
+    child = os.fork()
+    while child == 0:
+        checkpoint_io.save(content, sys.argv[2])
+    time.sleep(delay)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    checkpoint_io.load(sys.argv[2])
+"""
+
+
+def test_killed_while_saving_the_old_file_is_whole(saved: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLS, PATHS, str(saved)], check=True, timeout=120)
+    assert set(os.listdir(saved.parent)) <= {"last.ckpt", ".last.ckpt.tmp"}
+    checkpoint_io.save(plain(), saved)
+    assert os.listdir(saved.parent) == ["last.ckpt"]  # what the killed process left is gone
+
+
+def test_a_second_name_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last, best = tmp_path / "last", tmp_path / "best"
+    last.write_text("one")
+    atomic.same_file(last, best)
+    assert last.samefile(best)
+    atomic.same_file(last, best)
+    assert sorted(os.listdir(tmp_path)) == ["best", "last"], "nothing beside them"
+    with atomic.replacing(last) as file:
+        file.write(b"two")
+    assert (last.read_text(), best.read_text()) == ("two", "one")
+
+    def no_links(*args: Any) -> None:
+        raise OSError(1, "not here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    atomic.same_file(last, best)
+    assert best.read_text() == "two"
+    assert not last.samefile(best)

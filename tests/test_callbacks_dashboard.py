@@ -1,0 +1,209 @@
+"""What TensorBoard gets to show, read back from the event files of whole runs."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Program, Run
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.util import tensor_util
+from torch import Tensor, nn
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.callbacks import Pictures
+from lockstep.callbacks.pictures import Mistakes
+from lockstep.loading import DataModule, Spec
+from lockstep.run.opening import open_data
+
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
+KINDS = ("scalars", "images", "tensors", "histograms")
+
+
+class Board:
+    """A folder of event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(KINDS, 0)).Reload()
+        self.tags: dict[str, Any] = self.events.Tags()
+
+    def curve(self, tag: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in self.events.Scalars(tag)]
+
+    def tensor(self, tag: str) -> NDArray[Any]:
+        return np.asarray(tensor_util.make_ndarray(self.events.Tensors(tag)[-1].tensor_proto))
+
+    def image(self, tag: str) -> NDArray[Any]:
+        return np.asarray(Image.open(io.BytesIO(self.events.Images(tag)[-1].encoded_image_string)))
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run on two workers, with histograms, that goes on for an epoch after its end."""
+    program = Program(tmp_path_factory.mktemp("board") / "outputs")
+    options = (*TINY, "strategy=ddp", "devices=2", "log_every=2", "callbacks.dashboard.histograms=true")
+    run = program(*options, "max_epochs=2")
+    return program(f"resume={run.folder}", "max_epochs=3")
+
+
+@pytest.fixture(scope="module")
+def board(ddp: Run) -> Board:
+    return Board(ddp.folder / "tensorboard")
+
+
+def test_no_step_is_shown_twice(board: Board) -> None:
+    assert [step for step, _ in board.curve("train/loss")] == [1, 2, 4, 6, 8, 10, 12, 13, 14, 16, 18]
+    for tag in board.tags["scalars"]:
+        steps = [step for step, _ in board.curve(tag)]
+        assert all(before < after for before, after in itertools.pairwise(steps)) or tag == "epoch", (tag, steps)
+    for tag in board.tags["images"]:
+        steps = [event.step for event in board.events.Images(tag)]
+        assert len(set(steps)) == len(steps)
+
+
+def test_the_first_page_shows_what_matters(board: Board) -> None:
+    layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert {"loss", "accuracy", "speed, samples per second", "peak memory, GiB"} <= set(charts)
+    for title, patterns in charts.items():
+        for pattern in patterns:
+            assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
+    assert all(any(re.search(p, f"train/loss{fork}") for p in charts["loss"]) for fork in ("_step", "_epoch"))
+    shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
+    assert {"worker_speed/0", "worker_memory/1", "worker_time/all_reduce", "val_class/2"} <= set(shown)
+    assert "workers/step_seconds" not in shown  # the control: not everything matches
+
+
+def test_the_run_as_text(board: Board) -> None:
+    about, config = (
+        [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]
+        for tag in ("about/text_summary", "config/text_summary")
+    )
+    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr 0.03" in about[0]
+    told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
+    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["meter"]["log_seconds"]) == (32, "ddp", 30)
+
+
+def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board) -> None:
+    content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
+    told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
+    assert told.hparams["lr"].number_value == 0.03
+    assert told.hparams["strategy.name"].string_value == "ddp"
+    assert not told.hparams["exact"].bool_value
+    assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
+    columns = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
+    metrics = {info.name.tag for info in columns.metric_infos}
+    assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
+    for name in metrics - {"workers/samples_per_second"}:
+        assert board.curve(name)[-1] == (18, float(np.float32(ddp.summary["metrics"][name])))
+    assert not [path for path in (ddp.folder / "tensorboard").iterdir() if path.is_dir()], "one run, one entry"
+
+
+def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
+    assert {f"{split}_pictures/{kind}" for kind in ("confusion", "mistakes") for split in ("val", "test")} <= set(
+        board.tags["images"]
+    )
+    drawn = [event.step for event in board.events.Images("val_pictures/confusion")]
+    assert drawn == [12, 18], "the last validation, of both lives"
+    assert board.image("test_pictures/confusion").std() > 10, "not a blank page"
+    for name in range(3):
+        assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
+        assert [step for step, _ in board.curve(f"test_class/{name}")] == [12, 18]
+
+
+def test_histograms_of_weights_and_gradients_on_request(board: Board) -> None:
+    names = {tag.partition("/")[2] for tag in board.tags["histograms"] if tag.startswith("weights/")}
+    assert {"net.conv1.weight", "net.logits.bias"} <= names
+    assert {f"gradients/{name}" for name in names} <= set(board.tags["histograms"])
+    assert [event.step for event in board.events.Histograms("weights/net.conv1.weight")] == [1, 13]  # one per process
+
+
+def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
+    """Also where devices outnumber batches. The worst mistakes are the same images in the same order."""
+    options = (f"checkpoint={ddp.folder}", "logger=tensorboard", "pieces=6", "batch_size=30", "threads=1")
+    run = run_evaluate(*options, "devices=1,3", "++data.samples=205,10", "-m")
+    shown = []
+    for folder in run.jobs:
+        found = Board(folder / "tensorboard")
+        pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
+        classes = {tag: found.curve(tag) for tag in found.tags["scalars"] if tag.startswith("test_class")}
+        assert "test_pictures/confusion" in pictures
+        assert classes
+        shown.append((pictures, classes))
+    large, small = shown[::2], shown[1::2]
+    assert all(other == large[0] for other in large)
+    assert all(other == small[0] for other in small)
+    assert large[0][0]["test_pictures/confusion"] != small[0][0]["test_pictures/confusion"]  # the control
+
+
+# --- parts of it ------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.randint(256, (60, 1, 4, 4), generator=generator)
+    x, y = (pixels / 255 - 0.5) / 0.25, torch.randint(3, (60,), generator=generator)
+    logits = torch.randn(60, 3, generator=generator)
+    kept = Mistakes(Spec(1, 4, ("a", "b", "c"), mean=(0.5,), std=(0.25,)), 5)
+    for part in (slice(0, 7), slice(7, 8), slice(8, 60)):
+        kept.add(x[part], logits[part], y[part])
+    losses = F.cross_entropy(logits.double(), y, reduction="none")
+    wrong = logits.argmax(1) != y
+    worst = [int(index) for index in losses.argsort(descending=True) if wrong[index]][:5]
+    told, labels, predictions, sure, images = zip(*kept.worst, strict=True)
+    assert told == pytest.approx(losses[worst].tolist())
+    assert list(labels) == y[worst].tolist()
+    assert list(predictions) == logits[worst].argmax(1).tolist()
+    assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
+    assert np.array_equal(images, pixels[worst].permute(0, 2, 3, 1))
+
+
+class Own(pl.LightningModule):
+    """A user's module as in a tutorial: nothing of ours, and `forward` gives logits."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.net = nn.Linear(144, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.flatten(1))
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self(batch[0]).mean())
+
+
+class PastForward(Own):
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0].flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "drawn"), [(Own(), True), (Own(classes=7), False), (PastForward(), False)], ids=["own", "other", "past"]
+)
+def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
+    module: pl.LightningModule, drawn: bool, tmp_path: Path
+) -> None:
+    data = open_data({"_target_": "project.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
+    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, even=False)
+    loggers = [TensorBoardLogger(tmp_path, name="", version="tensorboard"), CSVLogger(tmp_path, name="", version="csv")]
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=loggers, callbacks=[Pictures()], **quiet)
+    trainer.test(module, datamodule=DataModule(data, layout, seed=0), verbose=False)
+    assert not module._forward_hooks
+    tags = Board(tmp_path / "tensorboard").tags
+    assert ("test_pictures/confusion" in tags["images"]) is drawn
+    assert ("test_class/0" in tags["scalars"]) is drawn

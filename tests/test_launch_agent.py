@@ -1,0 +1,127 @@
+"""lockstep.launch.agent where nobody trains: workers that end in odd ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.launch import logs, watchdog
+from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.launch.environment import environment
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.supervisor import run_in_workers
+
+ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
+
+
+def fails_in_a_loader(where: str) -> None:
+    logs.configure(Path(where), 0)
+    list(DataLoader(Torn(), num_workers=1))
+
+
+class Torn(Dataset[int]):
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error or OSError("cannot identify\nx.jpg")
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+def refused_in_a_loader() -> None:
+    list(DataLoader(Torn(Refusal("x.jpg can't be decoded")), num_workers=1))
+
+
+def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
+    """The message of a loader process's own failure is torch's, over its traceback."""
+    with pytest.raises(WorkerFailed) as failed:
+        launch(fails_in_a_loader, str(tmp_path), layout=ALONE)
+    at, last = os.path.relpath(__file__), Torn.__getitem__.__code__.co_firstlineno + 1
+    assert str(failed.value) == (
+        f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in train.log)"
+    )
+    assert f"line {last}, in __getitem__" in (tmp_path / "train.log").read_text()
+    with pytest.raises(Refusal, match=r"^x\.jpg can't be decoded$"):
+        launch(refused_in_a_loader, layout=ALONE)
+
+
+def killed_when_done(seconds: float) -> str:
+    """Returns, and is killed before the agent has told it that its result has arrived."""
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    return "done"
+
+
+def test_a_worker_that_is_killed_when_it_is_done_does_not_hang_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """multiprocessing's Event waits for ever for a waiter that was killed: seen in one of about ten of these."""
+    monkeypatch.setattr(watchdog, "ORPHANED", 1.0)
+    resource_tracker.ensure_running()  # a child of ours that is no worker, nor is this one
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            _killed_when_done()
+        finally:
+            other.kill()
+
+
+def _killed_when_done() -> None:
+    for milliseconds in range(10, 60, 5):
+        with pytest.raises(WorkerFailed, match="killed"):
+            launch(killed_when_done, milliseconds / 1000, layout=ALONE)
+
+
+def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
+    with pytest.raises(Refusal, match=r"2 workers exist, .*needs 4: .*devices x num_nodes = 2$"):
+        launch(print, layout=four)
+
+
+@pytest.mark.parametrize("asked", ["max_restarts=2", "elastic=true"])
+def test_workers_of_others_are_started_again_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    config = check(dict(compose("strategy=ddp", "devices=2", asked)))
+    environment.cache_clear()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refusal, match=rf"^{asked}: who started these workers starts them again"):
+        run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z, or a machine that sleeps: the parent, too, was away. A worker that is silent by itself is ended."""
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    away = 0.0
+    clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
+    monkeypatch.setattr(watchdog, "time", clock)
+    try:
+        with watchdog.watching(str(tmp_path), 1, timeout=2.0) as silent:
+            watchdog.join(0)
+            watchdog.beat(7)
+            assert watchdog._beats is not None
+            watchdog._beats[3] = worker.pid
+            away = 1000.0
+            while watchdog._beats[0] < time.time() + away / 2:  # until that was noticed
+                time.sleep(0.01)
+            assert worker.poll() is None
+            assert worker.wait(timeout=60) == -signal.SIGKILL
+        assert "silent for 2 s in step 8" in silent[worker.pid]
+    finally:
+        watchdog.leave()
+        worker.kill()
+        worker.wait()

@@ -1,0 +1,111 @@
+"""A command imports what its run needs, ends without losing anything, and its workers share the data in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import Program, python, wait_for, workers_of
+
+# train.py, whose worker then tells of itself
+COMMAND = """
+import gc, sys
+from lockstep.run import cli, supervisor
+from train import train
+
+in_workers = supervisor.run_in_workers
+
+def work(*args):
+    from lockstep.run.training import train as fit
+
+    result = fit(*args)
+    print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)
+    print("IMPORTED", *sys.modules, flush=True)
+    return result
+
+print("COLLECTS", gc.isenabled())
+supervisor.run_in_workers = lambda _, *args: in_workers(work, *args)
+cli.command(train, "train")
+"""
+
+
+def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_of_others(tmp_path: Path) -> None:
+    done = python(COMMAND, "max_steps=2", "batch_size=8", f"outputs={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "COLLECTS True True\n" in done.stdout
+    imported = set(next(line for line in done.stdout.splitlines() if line.startswith("IMPORTED")).split())
+    assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
+    needless = {"sklearn", "pandas", "optuna", "onnx", "onnxruntime", "scipy.signal"}
+    assert not imported & needless, imported & needless
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_scipy_signal_is_whole_for_whoever_wants_it(late: bool) -> None:
+    """After torchmetrics was imported, and for what imports it meanwhile."""
+    program = f"""
+import sys
+from lockstep.launch.interpreter import import_torchmetrics
+
+class Finder:
+    def find_spec(self, name, *args):
+        if name == "torchmetrics":
+            from scipy.signal import find_peaks
+
+sys.meta_path[:0] = [Finder()] if {late} else []
+import_torchmetrics()
+print("scipy.signal" in sys.modules, "torchmetrics" in sys.modules)
+import scipy.signal
+from scipy.signal import windows
+print(len(windows.hann(8)), scipy.signal.find_peaks([0, 1, 0])[0])
+"""
+    done = python(program)
+    assert done.stdout == f"{late} True\n8 [1]\n", done.stderr
+
+
+def test_leaving_loses_nothing(tmp_path: Path) -> None:
+    program = f"""
+import logging, logging.handlers
+from lockstep.launch.interpreter import leave
+kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
+kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
+print("written", end=" ")
+leave(7)
+"""
+    done = python(program)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "written ", "")
+    assert (tmp_path / "log").read_text().strip() == "logged"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what processes share")
+def test_workers_share_the_data_in_memory(tmp_path: Path) -> None:
+    samples, size = 60_000, 64
+    data = samples * size**2 >> 10  # KiB
+    train = Program(tmp_path, fresh=True)
+    process = train.start(
+        *[
+            "data=synthetic",
+            f"data.samples={samples}",
+            f"data.image_size={size}",
+            "batch_size=8",
+            "checkpoint_every=20",
+        ],
+        *["strategy=ddp", "devices=2"],
+    )
+    try:
+        wait_for(lambda: [*train.outputs.rglob("last.ckpt")], process)
+        workers = [memory(pid) for pid in workers_of(process)]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert len(workers) == 2
+    for kept in workers:
+        assert kept["Rss"] > data  # the control: this worker has the data
+        assert kept["Private_Dirty"] < data / 2
+
+
+def memory(pid: int) -> dict[str, int]:
+    """KiB of a process by kind, see proc(5), smaps_rollup."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}

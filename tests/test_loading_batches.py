@@ -1,0 +1,263 @@
+"""What a step's batch holds, what is random in it, and that evaluation sees every sample once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import sys
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import BasePredictionWriter
+from small_data import arrays, layout, module, splits, step_batches
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.arithmetic.layout import Layout
+from lockstep.callbacks import Heartbeat
+from lockstep.loading import DataModule
+from lockstep.loading.augment import Augment
+from lockstep.loading.datasets import fetch
+from lockstep.loading.loaders import own_chunks
+from lockstep.step.batch import StepBatch
+from project.models import MnistCNN
+
+# --- fetching ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gather_is_the_same_as_sample_by_sample() -> None:
+    dataset, ids = arrays(50), np.array([3, 49, 0, 3])
+    images, labels = fetch(Subset(dataset, np.arange(50)[::-1].copy()), ids)  # type: ignore[arg-type]
+    for row, index in enumerate(49 - ids):
+        assert torch.equal(images[row], dataset[index][0])
+        assert labels[row] == dataset[index][1]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Somebody's dataset, with random transforms that draw from every global generator."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, float]:
+        noise = random.random() + np.random.rand()  # noqa: NPY002
+        return torch.rand(2) + index, index, noise
+
+
+def same(one: list[StepBatch], other: list[StepBatch]) -> bool:
+    def tensors(found: list[StepBatch]) -> list[torch.Tensor]:
+        return [
+            t
+            for step_batch in found
+            for micro_batch in step_batch.micro_batches
+            for t in (*micro_batch.batch, torch.from_numpy(micro_batch.ids))
+        ]
+
+    return all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+class Listed(Noisy):
+    """One that gives a list, as torch's Subset does to each class derived from it."""
+
+    def __getitems__(self, ids: Any) -> list[Any]:
+        return [self[int(index)] for index in ids]
+
+
+class Batched(Noisy):
+    def __getitems__(self, ids: Any) -> Any:
+        return torch.rand(len(ids)), torch.as_tensor(ids)
+
+
+@pytest.mark.parametrize("kind", [Noisy, Listed, Batched])
+def test_what_a_users_transforms_draw_follows_from_seed_epoch_and_sample(kind: type[Noisy]) -> None:
+    def found(ids: list[int], seed: int = 1, epoch: int = 2) -> list[torch.Tensor]:
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+        return fetch(kind(), np.array(ids), seed, epoch)
+
+    first, again = found([4, 9, 2]), found([4, 9, 2])
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], found([4, 9, 2], epoch=3)[0])
+    assert not torch.equal(first[0], found([4, 9, 2], seed=3)[0])
+    if kind is not Batched:  # wherever the sample lies
+        assert all(torch.equal(part[1], other[0]) for part, other in zip(first, found([9, 1]), strict=True))
+
+
+@pytest.mark.parametrize("dataset", [arrays(30), Noisy(), Listed(), Subset(Noisy(), list(range(5, 30)))])
+def test_worker_processes_change_no_bit(dataset: Any) -> None:
+    on = layout(batch_size=8, pieces=2)
+    torch.manual_seed(0)
+    inline = step_batches(module(splits(dataset), on))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert same(inline, step_batches(module(splits(dataset), on, workers=2)))
+    assert torch.equal(torch.get_rng_state(), state), "a loader must not move the global random state"
+    assert not same(inline, step_batches(module(splits(dataset), on, seed=4)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_in_a_set_held_out_are_the_same_in_each_evaluation(workers: int) -> None:
+    def seen(rank: int, on: Layout, workers: int = 0) -> list[torch.Tensor]:
+        data = module(splits(arrays(9), evaluated=Subset(Noisy(), list(range(5, 30)))), on, rank, workers=workers)
+        state = torch.get_rng_state()
+        found = [torch.cat([part, i[:, None], noise[:, None]], 1) for part, i, noise in data.val_dataloader()]
+        assert torch.equal(torch.get_rng_state(), state), "what comes after must not depend on it"
+        return found
+
+    whole = torch.cat(seen(0, layout(1, 12), workers))
+    assert torch.equal(whole, torch.cat(seen(0, layout(1, 4))))
+    torch.manual_seed(1)
+    assert torch.equal(whole, torch.cat([part for rank in (0, 1) for part in seen(rank, layout(2, 12))]))
+
+
+def test_a_plain_dataset_passes_unchanged() -> None:
+    x, y = torch.randn(20, 3), torch.arange(20)
+    data = module(splits(TensorDataset(x, y), evaluated=TensorDataset(x, y)), layout(batch_size=6))
+    micro_batch = step_batches(data)[0].micro_batches[0]
+    got_x, got_y = data.finish(micro_batch)
+    assert torch.equal(got_x, x[micro_batch.ids])
+    assert torch.equal(got_y, y[micro_batch.ids])
+    assert [len(batch[0]) for batch in data.val_dataloader()] == [12, 8]
+
+
+# --- step batches -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_goes_on_at_its_step(workers: int) -> None:
+    data = module(splits(arrays(50), Augment(crop=1)), layout(batch_size=12, pieces=3), workers=workers)
+    loader = data.train_dataloader()
+    data.trainer.global_step = 0  # type: ignore[union-attr, misc]
+    first = list(loader)
+    assert len(first) == len(loader) == 5
+    data.trainer.global_step = 5  # type: ignore[union-attr, misc]
+    second = list(loader)  # the same loader asks again
+    for step in (5, 7, 9):
+        rest = step_batches(module(data.splits, data.layout, step=step))
+        assert [step_batch.step for step_batch in rest] == list(range(step, 10))
+        assert {step_batch.epoch for step_batch in rest} == {1}
+        assert same(rest, second[step - 5 :])
+    assert not same(first, second)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(samples=st.integers(1, 5000), devices=st.integers(1, 9), pieces=st.integers(1, 20), size=st.integers(1, 600))
+def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
+    pieces = max(pieces, devices)
+    on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
+    found = [chunk for rank in range(on.world_size) for chunk in own_chunks(samples, on, rank)]
+    assert found == own_chunks(samples, alone, 0)
+    assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
+
+
+@pytest.mark.parametrize(
+    ("trains", "batch_size", "pieces", "size"),
+    [
+        (True, 64, 1, 128),
+        (True, 8, 4, 4),
+        (True, 300, 2, 150),
+        (False, 8, 1, 8),
+        (False, 300, 2, 150),
+        (False, 2, 4, 1),
+    ],
+)
+def test_evaluation_takes_no_more_samples_at_once_than_fit(
+    trains: bool, batch_size: int, pieces: int, size: int
+) -> None:
+    on = replace(layout(), batch_size=batch_size, pieces=pieces)
+    data = DataModule(splits(arrays(9), evaluated=arrays(700)), on, 0, num_workers=0, trains=trains)
+    batches = [len(y) for _, y in data.test_dataloader()]
+    assert sum(batches) == 700
+    assert max(batches) == size
+
+
+def test_a_process_without_samples_gets_a_stand_in() -> None:
+    data = [module(splits(arrays(9), evaluated=arrays(2)), layout(3, 12), rank) for rank in range(3)]
+    assert [made.stand_in("test") for made in data].count(True) == 1
+    assert [sum(len(y) for _, y in made.test_dataloader()) for made in data] == [1, 1, 1]
+
+
+def quiet_trainer(*callbacks: pl.Callback) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", devices=1, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+
+
+class Indices(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.found: list[int] = []
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.found = [i for loader in indices for batch in loader for i in batch]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("world_size", "samples", "workers"), [(1, 700, 1), (3, 700, 0), (3, 1, 0)])
+def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
+    torch.manual_seed(0)
+    spec = {"channels": 1, "image_size": 12, "num_classes": 3}
+    net = MnistCNN(**spec)
+    images = arrays(samples, size=12)
+    sides = splits(arrays(9), evaluated=images)
+    found: list[Any] = []
+    written: list[int] = []
+    for rank in range(world_size):
+        data = DataModule(sides, layout(world_size), 0, rank, num_workers=workers)
+        writer = Indices()
+        found += quiet_trainer(writer).predict(net, datamodule=data) or []
+        written += writer.found
+    x = (torch.as_tensor(images.__getitems__(range(samples))[0]) / 255 - 0.4) / 0.2
+    with torch.no_grad():
+        expected = net.eval()(x)
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+    assert written == list(range(samples))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = MnistCNN(channels=1, image_size=12, num_classes=3)
+    sides = splits(arrays(9), evaluated=arrays(300, size=12))
+    beats: list[int] = []
+    monkeypatch.setattr("lockstep.callbacks.ranks.beat", beats.append)
+    for callbacks in ((), (Heartbeat(),)):
+        assert not beats
+        found = quiet_trainer(*callbacks).predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))
+    assert len(beats) == len(found or []) == 3
+
+
+class Quick(Noisy):
+    streams = False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they are not forked")
+@pytest.mark.parametrize(
+    ("dataset", "wanted"),
+    [
+        (Noisy(), True),
+        (Subset(Noisy(), [1, 2]), True),
+        (Quick(), False),
+        (TensorDataset(torch.zeros(3, 1), torch.zeros(3)), False),
+        ([(torch.zeros(1), 0)] * 3, False),
+        (arrays(3), False),
+    ],
+)
+def test_who_gets_loader_processes_unasked(dataset: Any, wanted: bool) -> None:
+    data = module(splits(dataset, evaluated=dataset), layout(batch_size=2), workers=None)
+    assert bool(data.train_dataloader().num_workers) is bool(data.val_dataloader().num_workers) is wanted
+
+
+def test_loader_processes_are_forked_whatever_python_prefers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 prefers a server; to `set_parent_death_signal`, its children are orphans."""
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    multiprocessing.set_start_method("forkserver")
+    data = module(splits(arrays(20)), layout(), workers=1)
+    assert [len(step_batch.micro_batches) for step_batch in data.train_dataloader()] == [1, 1]

@@ -1,0 +1,137 @@
+"""An ImageClassifier in a Trainer: what it logs, its checkpoint, and a resume with other settings."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from small_models import mnist_cnn, task
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lockstep.callbacks import DummyBatchOnEmptyRank, ResumeState
+from project.models import MnistCNN
+from project.schedules import cosine
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def batches(count: int, n: int = 6, seed: int = 0, classes: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [n] * (count - 1) + [n // 2]
+    return [
+        (torch.randn(s, 1, 12, 12, generator=generator), torch.randint(0, classes, (s,), generator=generator))
+        for s in sizes
+    ]
+
+
+def loader(items: list[tuple[Tensor, Tensor]]) -> DataLoader:
+    return DataLoader(items, batch_size=None)  # type: ignore[arg-type]
+
+
+def trainer(folder: Path, **changes: Any) -> Trainer:
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
+        False,
+    )
+    return Trainer(**quiet, accelerator="cpu", devices=1, default_root_dir=folder, **changes)
+
+
+def test_evaluation_in_a_trainer(tmp_path: Path) -> None:
+    model = mnist_cnn(label_smoothing=0.2, num_classes=11)
+    data = batches(4, classes=11)
+    logged = trainer(tmp_path).test(model, loader(data), verbose=False)[0]
+    again = trainer(tmp_path).test(model, loader(data[::-1]), verbose=False)[0]
+    assert again == logged
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    with torch.no_grad():
+        logits = model.eval()(x)
+    assert logged["test/count"] == len(y) == 21
+    assert logged["test/correct"] == int((logits.argmax(1) == y).sum())
+    assert logged["test/acc"] == logged["test/correct"] / 21
+    assert logged["test/loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-6)
+    ranks = (logits > logits.gather(1, y[:, None])).sum(1)
+    assert logged["test/acc_top5"] == int((ranks < 5).sum()) / 21
+
+
+@pytest.mark.parametrize("without_a_sample", [False, True])
+def test_a_stand_in_is_forgotten(tmp_path: Path, without_a_sample: bool) -> None:
+    class Data(LightningDataModule):
+        def test_dataloader(self) -> Any:
+            return loader(batches(1))
+
+        def stand_in(self, split: str) -> bool:
+            assert split == "test"
+            return without_a_sample
+
+    class Users(MnistCNN):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            super().test_step(batch, batch_idx)
+            self.log("users_own", 7.0)
+
+    run = trainer(tmp_path, callbacks=[DummyBatchOnEmptyRank()])
+    run.test(Users(**task()), datamodule=Data(), verbose=False)
+    assert run.callback_metrics["test/count"] == (0 if without_a_sample else 3)
+    assert math.isnan(run.callback_metrics["test/loss"]) == without_a_sample
+    own = float(run.callback_metrics["users_own"])  # nan, but there: the other ranks sum it with theirs
+    assert math.isnan(own) if without_a_sample else own == 7.0
+
+
+class First(Callback):
+    """The optimizer as the first step of a fit finds it."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not hasattr(self, "group"):
+            (optimizer,) = trainer.optimizers
+            self.group = dict(optimizer.param_groups[0])
+            self.gathered = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+
+
+def by_step(optimizer: Any) -> dict[str, Any]:
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1), "interval": "step"}
+
+
+def by_epoch(optimizer: Any) -> dict[str, Any]:
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1), "interval": "epoch"}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "fraction"),
+    [
+        (lambda made: {"scheduler": cosine(made, 16), "interval": "step"}, (1 + math.cos(math.pi * 6 / 16)) / 2),
+        (by_step, 0.1**3),
+        (by_epoch, 0.1**2),
+        (None, 1.0),
+    ],
+    ids=["longer", "by step", "by epoch", "none"],
+)
+def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, fraction: float) -> None:
+    """The optimizer keeps what it has gathered, and the new schedule stands where it would after as many steps."""
+    same, new = {"lr": 0.1}, {"lr": 0.4}
+
+    def fit(model: Any, settings: dict[str, float], epochs: int, **options: Any) -> Trainer:
+        state = ResumeState({}, {"optimizer": settings}, steps_per_epoch=3)
+        run = trainer(tmp_path, max_epochs=epochs, callbacks=[state, *options.pop("callbacks", [])])
+        run.fit(model, loader(batches(3)), loader(batches(1)), weights_only=True, **options)
+        return run
+
+    cut = fit(mnist_cnn(), same, 2)
+    cut.save_checkpoint(path := tmp_path / "cut.ckpt")
+    (state,) = torch.load(path, weights_only=True)["optimizer_states"]
+    for lr, momentum, expected in ((0.1, 0.9, state["param_groups"][0]["lr"]), (0.4, 0.5, 0.4 * fraction)):
+        optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum)
+        options = {} if lr == 0.1 else {"scheduler": scheduler}
+        first = First()
+        fit(mnist_cnn(optimizer=optimizer, **options), same if lr == 0.1 else new, 3, ckpt_path=path, callbacks=[first])
+        assert first.group["lr"] == pytest.approx(expected, rel=1e-12)
+        assert first.group["momentum"] == momentum
+        saved = [one["momentum_buffer"] for one in state["state"].values()]
+        assert all(torch.equal(a, b) for a, b in zip(first.gathered, saved, strict=True))

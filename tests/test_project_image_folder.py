@@ -1,0 +1,148 @@
+"""Folders of images: read, and refused where something is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_data import config, one_line
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading.datasets import fetch
+from lockstep.run.opening import open_data
+from project.data import image_folder
+from project.data.image_folder import FolderDataset, decode
+
+
+def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
+    rng = np.random.default_rng(2)
+    for part in parts:
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(each):
+                Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    found = open_data(config("image_folder", image_size=8, val_fraction=0.25), str(write_images(tmp_path)))
+    assert (len(found.train), len(found.val), len(found.test)) == (9, 3, 12)
+    assert found.spec.classes == ("cat", "dog")
+    images, labels = fetch(found.test, np.arange(12))
+    assert (images.dtype, images.shape) == (torch.uint8, (12, 3, 8, 8))
+    assert labels.tolist() == [0] * 6 + [1] * 6
+    grey = open_data(config("image_folder", channels=1), str(tmp_path))
+    assert fetch(grey.test, np.arange(2))[0].shape == (2, 1, 32, 32)
+    write_images(tmp_path, ("val",), each=2)
+    assert (len(open_data(config("image_folder"), str(tmp_path)).val)) == 4
+
+
+def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
+    root = write_images(tmp_path / "data")
+    cat = root / "train" / "cat"
+    cat.rename(tmp_path / "elsewhere")
+    cat.symlink_to(tmp_path / "elsewhere")
+    (cat / "again").symlink_to(tmp_path / "elsewhere")
+    (cat / "more").mkdir()
+    (cat / "0.png").rename(cat / "more" / "0.png")
+    (cat / "less").symlink_to("more")
+    names = FolderDataset(root / "train", 8, 3).names.tolist()
+    assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
+    assert len(names) == 12
+
+
+def spoil(root: Path, how: str) -> None:
+    cat = root / "train" / "cat"
+    if how == "empty class":
+        for file in cat.iterdir():
+            file.rename(file.with_suffix(".txt"))
+    elif how == "no classes":
+        (root / "test").rename(root / "other")
+        (root / "test").mkdir()
+    elif how == "no test":
+        (root / "test").rename(root / "other")
+    elif how == "too deep":
+        for part in ("train", "test"):
+            (root / part).rename(root / "images")
+            (root / part).mkdir()
+            (root / "images").rename(root / part / "images")
+    elif how == "no UTF-8":
+        os.rename(os.fsencode(cat), os.fsencode(cat.parent) + b"/caf\xe9")
+    elif how == "other classes":
+        cat.rename(cat.with_name("lion"))
+    elif how == "unreadable":
+        (cat / "3.png").write_bytes(b"not an image")
+        (cat / "4.png").write_bytes(b"")
+    elif how == "deep":
+        Image.fromarray(np.full((20, 14), 0.5, dtype=np.float32)).save(cat / "6.tiff")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("empty class", ["no image in", "train/cat"]),
+        ("no classes", ["test has no folders"]),
+        ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("too deep", ["train has only one folder, images; one per class"]),
+        ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
+        ("other classes", ["same classes", "only test/ has cat"]),
+        ("unreadable", ["cat/3.png can't be read as an image"]),
+        ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),
+    ],
+)
+def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
+    spoil(write_images(tmp_path), how)
+    with pytest.raises(Refusal) as error:
+        image_folder(str(tmp_path))
+    assert all(word in one_line(error) for word in words), one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
+        ({"mean": ["a", "b", "c"]}, "mean=['a', 'b', 'c']"),
+        ({"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
+        ({"std": 0}, "data.std=0: must be 3 numbers"),
+        ({"std": [0.2, 0.2, 0.0]}, "data.std=[0.2, 0.2, 0.0]: must be greater than 0"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        open_data(config("image_folder", **options), "nowhere")
+    assert says in one_line(error)
+
+
+def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    usual, given = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec
+    assert (usual.mean[0], usual.std[0]) == (0.485, 0.229)
+    assert (given.mean, given.std) == ((0.0, 0.0, 0.0), (1.0, 2.0, 3.0))
+
+
+def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"data_dir=.*nowhere is no folder"):
+        image_folder(str(tmp_path / "nowhere"))
+
+
+def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
+    dataset = FolderDataset(write_images(tmp_path) / "train", 8, 3)
+    whole = dataset.path(4).read_bytes()
+    dataset.path(4).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
+        dataset[4]
+
+
+@pytest.mark.parametrize(("name", "type"), [("1.png", "<u2"), ("1.tiff", "<u2"), ("1.tiff", ">u2"), ("1.pgm", "<u2")])
+def test_16_bits_are_scaled_to_8(tmp_path: Path, name: str, type: str) -> None:
+    pixels = np.array([[0, 128, 129, 256], [257, 385, 386, 30000]] * 2).T.astype(type)
+    Image.fromarray(pixels).save(tmp_path / name)
+    for mode in ("L", "RGB"):
+        for plane in decode(tmp_path / name, 4, mode):
+            assert plane.tolist() == np.round(pixels / 257).tolist()

@@ -1,0 +1,89 @@
+"""Promise 5: every sample counts once in evaluation; metrics don't depend on who evaluated what, in which order."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Program, summary_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.step.metrics import Count, ExactMean
+
+
+def evaluated(chunks: list[Tensor]) -> tuple[ExactMean, Count]:
+    mean, total = ExactMean(), Count()
+    for chunk in chunks:
+        mean.update(chunk)
+        total.update(chunk > 1)
+    return mean, total
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 60), scale=st.floats(-8, 8))
+def test_any_order_any_chunks_any_devices_same_numbers(seed: int, n: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    values = torch.from_numpy(rng.exponential(10.0**scale, n))
+    mean, total = (metric.compute() for metric in evaluated([values]))
+
+    order = torch.from_numpy(rng.permutation(n))
+    cuts = sorted(rng.integers(0, n + 1, 5).tolist())
+    chunks = [values[order[a:b]] for a, b in zip([0, *cuts], [*cuts, n], strict=True) if a < b]
+    for whole, other in zip(evaluated(chunks[:2]), evaluated(chunks[2:]), strict=True):
+        merged = copy.deepcopy(whole)
+        merged.merge_state(other)  # what torchmetrics makes of several devices
+        assert merged.compute() == (mean if isinstance(whole, ExactMean) else total)
+
+    assert float(mean) == pytest.approx(math.fsum(values.tolist()) / n, abs=2.0**-33, rel=1e-15)
+    assert int(total) == sum(value > 1 for value in values.tolist())
+
+
+def test_a_share_of_samples_is_rounded_once() -> None:
+    mean = ExactMean()
+    mean.update(torch.arange(359) < 123)
+    assert float(mean.compute()) == 123 / 359
+
+
+def test_the_sum_forgets_no_small_one() -> None:
+    """Added up in floats, in either precision, the small ones would be lost beside the large one."""
+    mean = ExactMean()
+    mean.update(torch.tensor([2.0**36] + [2.0**-20] * 64, dtype=torch.float64))
+    assert float(mean.compute()) == (2**36 * 2**20 + 64) / (65 * 2**20)
+
+
+@pytest.mark.filterwarnings("ignore:.*compute.*before.*update:UserWarning")
+def test_broken_values_and_none_are_no_number() -> None:
+    for bad in (math.nan, math.inf, -math.inf, 1e30):
+        assert evaluated([torch.tensor([0.5, bad])])[0].compute().isnan()
+    mean, total = evaluated([])
+    assert mean.compute().isnan()
+    assert total.compute() == 0
+
+
+def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path) -> None:
+    """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many."""
+    tiny = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1", "logger=none")
+    trained = run_train(*tiny, "data.samples=205", "max_epochs=2")
+    evaluate = Program(tmp_path / "evaluated", "src/evaluate.py")
+    run = evaluate(f"checkpoint={trained.folder}", "devices=1,2,5", "++data.samples=205,7", "batch_size=30", "-m")
+    for first, count in ((0, 41), (1, 3)):
+        found = [summary_of(job) for job in run.jobs[first::2]]
+        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 5]
+        assert {summary["status"] for summary in found} == {"completed"}
+        assert {summary["metrics"]["test/count"] for summary in found} == {count}
+        assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
+        losses = [summary["metrics"]["test/loss"] for summary in found]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    tested = trained.summary["tested_step"]
+    assert {summary_of(job)["tested_step"] for job in run.jobs} == {tested}
+    for said in (trained.stderr, run.stderr):
+        assert f"test (best.ckpt, step {tested})" in said
+    metrics, expected = summary_of(run.jobs[0])["metrics"], trained.summary["metrics"]
+    assert metrics["test/correct"] == expected["test/correct"]
+    assert metrics["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-6)

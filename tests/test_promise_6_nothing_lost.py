@@ -1,0 +1,459 @@
+"""Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
+
+scripts/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Process, Program, Run, ended, of_process, summary_of, wait_for, workers_of
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.environment import environment
+from lockstep.run import resume
+from lockstep.run.continuation import differences
+from lockstep.run.library import compose
+from lockstep.run.resume import overrides
+from lockstep.run.resume import sweep_overrides as arguments
+
+# Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
+JOB = (
+    "data=synthetic",
+    "data.samples=415",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "data.augment={crop: 1, flip: true, fill: zero}",
+    "model.dropout=0.25",
+    "batch_size=32",
+    "checkpoint_every=5",
+    "threads=1",
+)
+DDP = ("strategy=ddp", "devices=2")
+ENDLESS = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+
+
+def last(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    return found
+
+
+def saves(outputs: Path, process: Process, times: int = 1) -> Path:
+    """The run folder below `outputs`, once its last.ckpt has been replaced so many times from now on."""
+
+    def newest() -> tuple[int, Path] | None:
+        found = [(path.stat().st_mtime_ns, path) for path in outputs.rglob("last.ckpt")]
+        return max(found, default=None)
+
+    seen = {newest()}
+    for _ in range(times):
+        seen.add(wait_for(lambda: {newest()} - seen, process).pop())
+    found = newest()
+    assert found is not None
+    return found[1].parent.parent
+
+
+def started(program: Program, *overrides: str) -> Process:
+    """A program on two workers, as soon as both are there."""
+    process = program.start(*overrides)
+    wait_for(lambda: len(workers_of(process)) == 2, process)
+    return process
+
+
+def killed(program: Program, process: Process, whom: str = "all") -> None:
+    """Kills a running program's parent, one of its workers, or all of them, and waits for what then ends by itself."""
+    workers = workers_of(process)
+    if whom == "all":
+        os.killpg(process.pid, signal.SIGKILL)  # at once: a parent that finds its workers dead ends by itself
+    else:
+        os.kill({"parent": process.pid, "rank 0": workers[0], "rank 1": workers[-1]}[whom], signal.SIGKILL)
+    assert program.finish(process).returncode == (1 if "rank" in whom else -signal.SIGKILL)
+
+
+def same_end(run: Run, undisturbed: Run) -> None:
+    found, expected = run.summary, undisturbed.summary
+    for key in ("status", "weights_sha256", "steps", "samples_seen"):
+        assert found[key] == expected[key], key
+    assert found["metrics"] == pytest.approx(expected["metrics"]), "epoch means too are right across the cuts"
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's server shows of a run: (step, value) of every curve."""
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(tag)]
+        for tag in events.PluginTagToContent("scalars")
+    }
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
+    options = (*JOB, "max_epochs=10", "log_every=1", "checkpoint_every=7")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
+    process = run_train.start(*options)
+    folder = saves(run_train.outputs, process, 3)
+    time.sleep(0.05)
+    killed(run_train, process, "all")
+    before = (folder / "train.log").read_text()
+    step = last(folder)["global_step"]
+    assert 0 < step < undisturbed.summary["steps"]
+
+    run = run_train(f"resume={folder}")
+    assert f"resumes after step {step}\n" in run.stdout + run.stderr
+    assert run.folder == folder, "in its own folder"
+    same_end(run, undisturbed)
+    assert (folder / "train.log").read_text().startswith(before), "the log goes on"
+    timeless = {curve for curve in points(undisturbed.folder) if re.search("train/|val/|test/|optim", curve)}
+    assert timeless
+    for curve in timeless:
+        found, expected = points(folder)[curve], points(undisturbed.folder)[curve]
+        assert [at for at, _ in found] == [at for at, _ in expected], f"{curve}: each step once"
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected]), curve
+
+
+def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path) -> None:
+    job = (*JOB, "scheduler=constant", "max_epochs=3", "logger=none")  # of 12 steps each
+    undisturbed = Program(tmp_path / "undisturbed")(*job, "max_steps=36")
+    for steps in (12, 15):
+        program = Program(tmp_path / str(steps))
+        run = program(*job, f"max_steps={steps}")
+        assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
+        assert "val/acc" in run.summary["metrics"]
+        assert (run.folder / "checkpoints" / "best.ckpt").exists()
+        same_end(program(f"resume={run.folder}", "max_steps=36"), undisturbed)
+
+
+CUT = """
+import os, signal, sys
+sys.path.insert(0, "src")
+from lockstep.run import cli
+from lockstep.callbacks import Checkpoint
+from train import train
+
+def cut(self, trainer, module):
+    if trainer.global_step == int(os.environ["CUT"]):
+        os.killpg(0, signal.SIGKILL)
+
+setattr(Checkpoint, os.environ["HOOK"], cut)
+cli.command(train, "train")
+"""
+
+
+def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
+    """Validation is not left out, and where nothing is left to train its metrics are still told."""
+    options = (*JOB, "max_epochs=2", "checkpoint_every=1", "logger=none")
+    undisturbed = Program(tmp_path / "undisturbed")(*options)
+    script = tmp_path / "cut.py"
+    script.write_text(CUT)
+    for hook, step in (("on_validation_start", 12), ("on_train_end", 24)):
+        program = Program(tmp_path / hook)
+        done = Program(program.outputs, str(script))(*options, env={"CUT": str(step), "HOOK": hook}, ok=False)
+        assert done.returncode == -signal.SIGKILL, str(done)
+        (folder,) = program.outputs.glob("*/*")
+        same_end(program(f"resume={folder}"), undisturbed)
+        best = (torch.load(run / "checkpoints/best.ckpt", weights_only=True) for run in (folder, undisturbed.folder))
+        assert len({found["global_step"] for found in best}) == 1
+
+
+def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program) -> None:
+    run = run_train(*JOB, "max_epochs=2", "lr=1e-30", "logger=none")  # of equal scores the last one is the best
+    kept, best = (run.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
+    assert best.samefile(kept)
+    best.unlink()
+    best.write_bytes(b"what was the best before")
+    again = run_train(f"resume={run.folder}")
+    assert best.samefile(kept)
+    same_end(again, run)
+
+
+@pytest.mark.slow
+def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) -> None:
+    options = (*JOB, "pieces=4", "max_epochs=12", "optimizer=adamw", "lr=0.003", "exact=true", "logger=none")
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=1")
+    process = run_train.start(*options, "strategy=ddp", "devices=4")
+    folder = saves(run_train.outputs, process)
+    for layout in (("devices=1", "strategy=auto"), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")):
+        killed(run_train, process)
+        process = run_train.start(f"resume={folder}", *layout)
+        saves(run_train.outputs, process)
+    killed(run_train, process)
+    same_end(run_train(f"resume={folder}", "strategy=ddp", "devices=2"), undisturbed)
+
+
+@pytest.mark.slow
+def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program, tmp_path: Path) -> None:
+    """A ring adds a gradient's parts in an order that its place in DDP's buckets gives; this model has three."""
+    small = ("data=synthetic", "data.samples=80", "data.image_size=16", "data.num_classes=3", "batch_size=12")
+    options = (*small, "threads=1", "model=resnet18", "scheduler=constant", "logger=none", "strategy=ddp", "devices=3")
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "max_steps=4")
+    run_train(*options, "max_steps=2")
+    run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=4")
+    assert run.summary["steps"] == 4
+    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
+def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    for file in ("checkpoints/last.ckpt", ".hydra/overrides.yaml", "multirun.yaml"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("hydra: {overrides: {task: [], hydra: []}}" if file == "multirun.yaml" else "[]")
+    run, sweep = (
+        {o.key_or_group: o.value() for o in OverridesParser.create().parse_overrides(found)}
+        for found in (overrides([f"resume={folder}"], "train"), arguments([f"sweep.resume={folder}"])[:-1])
+    )
+    assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
+    assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
+
+
+def test_powersgd_tells_what_no_checkpoint_holds(run_train: Program) -> None:
+    task = (*JOB, *DDP, "logger=none", "max_epochs=1", "scheduler=constant")
+    begun = run_train(*task, "strategy.compression=powersgd", "max_steps=2")
+    run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=3")
+    told = "strategy.compression=powersgd begins anew"
+    assert told in run.stderr
+    assert told not in begun.stderr
+
+
+def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
+    for file, content in {
+        "o'b c/experiment/best.yaml": "# @package _global_\nlr: 0.077\n",
+        "run/checkpoints/last.ckpt": "",
+        "run/.hydra/overrides.yaml": "[experiment=best]",
+        "run/.hydra/hydra.yaml": OmegaConf.to_yaml({"hydra": {"runtime": {"config_sources": [
+            {"path": "/conf", "schema": "file", "provider": "main"},
+            {"path": str(tmp_path / "o'b c"), "schema": "file", "provider": "command-line"},
+        ]}}}),
+    }.items():  # fmt: skip
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    assert compose(f"resume={tmp_path / 'run'}", "seed=1")["lr"] == 0.077
+    for other in (["--config-dir", "x"], ["--config-dir=x", "--cfg", "job"]):
+        found = overrides([f"resume={tmp_path / 'run'}", *other], "train")
+        assert not [override for override in found if "searchpath" in override]
+        assert found[-len(other) :] == other
+
+
+@pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
+def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
+    with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+        overrides(["resume=last"], program)
+    assert overrides(["resume=null"], program) == ["resume=null"]
+
+
+def test_what_changed_since_the_checkpoint_is_told_once() -> None:
+    sgd = {"name": "sgd", "momentum": 0.9}
+    before = {"lr": 1, "strategy": {"name": "ddp", "compression": "none", "shares": None}, "optimizer": sgd}
+    now = {"lr": 2, "strategy": {"name": "auto", "shares": "auto"}, "optimizer": sgd | {"fused": True}}
+    strategy = ["strategy.name: ddp -> auto", "strategy.shares: None -> auto"]
+    assert differences(before, now) == ["lr: 1 -> 2", "optimizer.fused: None -> True", *strategy]
+
+
+# --- asked to save, or to end -----------------------------------------------------------------------------------------
+
+
+def test_save_and_go_on_then_save_and_end(run_train: Program) -> None:
+    process = run_train.start(*ENDLESS, *DDP, "checkpoint_every=100000")
+    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process) or ()))
+    wait_for(lambda: "step 32 samples" in log.read_text(), process)
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: "SIGUSR1: saved last.ckpt" in log.read_text(), process)
+    first = last(log.parent)["global_step"]
+    os.kill(workers_of(process)[1], signal.SIGTERM)  # a worker that is not the one that saves
+    run = run_train.finish(process)
+    assert run.returncode == 143, str(run)
+    assert last(log.parent)["global_step"] > first
+    assert "Traceback" not in run.stderr
+    assert summary_of(log.parent)["status"] == "interrupted"
+
+
+def test_terminated_with_the_whole_group(run_train: Program) -> None:
+    """As SLURM and Kubernetes do it. Loader processes hear it too; without them there would be no next step."""
+    process = run_train.start(*ENDLESS, *DDP, "num_workers=2")
+    folder = saves(run_train.outputs, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    run = run_train.finish(process)
+    assert run.returncode == 143, str(run)
+    assert last(folder)["global_step"] == run.summary["steps"]
+    assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
+    assert "Traceback" not in run.stderr
+
+
+def pending(pid: int, signum: int) -> bool:
+    """Whether a process has still to hear of a signal that it was sent."""
+    return bool(int(of_process(pid, "status").partition("ShdPnd:")[2].split()[0], 16) >> signum - 1 & 1)
+
+
+def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
+    process = run_train.start(*ENDLESS, *DDP)
+    folder = saves(run_train.outputs, process)
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGSTOP)  # so that nobody can end in good order
+    wait_for(lambda: of_process(workers[1], "stat").rpartition(")")[2].split()[0] == "T", process)
+    os.killpg(process.pid, signal.SIGINT)
+    wait_for(lambda: pending(workers[1], signal.SIGTERM), process)  # it was answered: two at once would be one
+    os.killpg(process.pid, signal.SIGINT)
+    run = run_train.finish(process, timeout=100)  # a silent worker would be waited for
+    assert run.returncode == 130, str(run)
+    assert all(ended(pid) for pid in workers)
+    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert last(folder)["global_step"] - 1 <= run.summary["steps"]  # a step is told of when the next one begins
+    assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
+
+
+def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tmp_path: Path) -> None:
+    """And nothing else saves."""
+    job = (*ENDLESS, *DDP, "data.samples=80", "batch_size=72", "val_every=1", "callbacks.checkpoint=null")
+    process = run_train.start(*job)
+    (log,) = wait_for(lambda: list(run_train.outputs.rglob("train.log")), process)
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: "SIGUSR1: saved last.ckpt" in log.read_text(), process)
+    folder = log.parent
+    process.send_signal(signal.SIGTERM)
+    run = run_train.finish(process)
+    assert run.returncode == 143, str(run)
+    step = last(folder)["global_step"]
+    assert (run.summary["status"], run.summary["steps"]) == ("interrupted", step)
+    assert (folder / "train.log").read_text().count("saved last.ckpt after step") == 2
+    undisturbed = Program(tmp_path / "undisturbed")(*job, f"max_steps={step + 2}")
+    same_end(run_train(f"resume={folder}", f"max_steps={step + 2}"), undisturbed)
+
+
+# --- files that fail --------------------------------------------------------------------------------------------------
+
+
+def test_disk_full(run_train: Program) -> None:
+    process = run_train.start(*ENDLESS, *DDP)
+    folder = saves(run_train.outputs, process)
+    for pid in reversed(workers_of(process)):  # rank zero is the one that writes, and fails
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+    run = run_train.finish(process)
+    assert run.returncode == 1, str(run)
+    assert re.search(r"rank 0.*can't write \(File too large\).*last\.ckpt", run.stderr), str(run)
+    assert "Traceback" not in run.stderr
+    assert last(folder)["global_step"] > 0, "the checkpoint before is whole"
+    assert not list(folder.rglob(".*.tmp"))
+
+
+class Payload:
+    """What a hostile checkpoint holds: loading it by pickle makes a folder."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.witness),)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Program(tmp_path_factory.mktemp("finished") / "outputs")(*JOB, "max_epochs=1", "logger=none")
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
+    folder = run_train(*JOB, "max_epochs=1", "logger=none").folder
+    first = folder / "checkpoints" / "first.ckpt"
+    first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    through = run_train(f"resume={folder}", "max_epochs=2")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # the first by the parent, the others by a worker
+    for wanted, wrong in [(folder, "pieces=3"), (folder, "optimizer=adamw"), (first, "batch_size=16")]:
+        run = run_train(f"resume={wanted}", wrong, ok=False)
+        assert run.returncode == 2, str(run)
+        assert run.stderr.count("\n") == 1
+        log = {folder / "train.log", folder / "provenance.json", folder / "git.diff"}
+        now = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert {path: now[path] for path in now if path not in log} == {
+            path: content for path, content in before.items() if path not in log
+        }
+    again = run_train(f"resume={first}")  # an older one takes the last one's place when it is taken
+    assert "resumes after step 12\n" in again.stderr
+    same_end(again, through)
+    assert not (folder / "checkpoints" / "last.before.ckpt").exists()
+    run = run_train(f"resume={folder}", "max_epochs=3")
+    assert run_train(f"resume={folder}").summary["epochs"] == 3, "what was given once stays"
+
+
+def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(run_train: Program) -> None:
+    task = (*JOB, "lr=1e-30", "logger=none", f"hydra.run.dir={run_train.outputs / 'run'}")
+    run_train(*task, "max_steps=12")
+    last, best = (run_train.outputs / "run" / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    best.unlink()
+    best.write_bytes(last.read_bytes())
+    last.write_bytes(last.read_bytes()[:-100])
+    run = run_train(*task, "max_steps=24")
+    assert "the file is cut off" in run.stderr
+    assert "trying what is older\n" in run.stderr
+    assert "resumes after step 12\n" in run.stderr
+
+
+@pytest.mark.parametrize("kind", ["hostile", "truncated"])
+def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path, kind: str) -> None:
+    content = (finished.folder / "checkpoints" / "last.ckpt").read_bytes()
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / ".hydra").mkdir()
+    overrides = finished.folder / ".hydra" / "overrides.yaml"
+    (folder / ".hydra" / "overrides.yaml").write_bytes(overrides.read_bytes())
+    path, witness = folder / "checkpoints" / "last.ckpt", tmp_path / "it-ran"
+    (folder / "checkpoints" / "best.ckpt").write_bytes(content)
+    if kind == "hostile":
+        torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
+    else:
+        path.write_bytes(content[: len(content) // 2])
+    for name, option in (("train", f"resume={folder}"), ("evaluate", f"checkpoint={path}")):
+        program = Program(tmp_path / "outputs", f"src/{name}.py")
+        done = program(option, env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ok=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith(f"error: {path}: "), done.stderr
+        assert done.stderr.count("\n") == 1
+    assert not witness.exists()
+    assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"
+
+
+def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [tmp_path / "mnist_cnn_digits" / "1", tmp_path / "resnet18_digits" / "2", tmp_path / "own" / "3"]
+    for age, run in enumerate(runs):
+        (run / ".hydra").mkdir(parents=True)
+        (run / ".hydra" / "overrides.yaml").write_text("[]")
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "last.ckpt").touch()
+        os.utime(run / "checkpoints" / "last.ckpt", (1000 - age, 1000 - age))
+
+    def meant(*given: str) -> Path:
+        found = resume.overrides(["resume=last", f"outputs={tmp_path}", *given], "train")
+        (folder,) = [
+            each.removeprefix("hydra.run.dir=").strip("'") for each in found if each.startswith("hydra.run.dir=")
+        ]
+        return Path(folder)
+
+    assert meant() == meant("max_epochs=3") == runs[0]
+    assert meant("model=resnet18") == runs[1]
+    assert meant("name=own") == runs[2]
+    os.utime(runs[2] / "checkpoints" / "last.ckpt", (2000, 2000))
+    assert meant() == runs[2]
+    assert meant("data=digits") == runs[0]
+    with pytest.raises(Refusal, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
+        meant("data=mnist")
+    for variable, value in {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    environment.cache_clear()  # read once in a process, else
+    assert meant() == runs[2]
+    (runs[1] / "provenance.json").write_text('{"slurm_job": "77"}')
+    assert meant() == runs[1]  # another job's may be newer by now

@@ -1,0 +1,335 @@
+"""Promise 7: rank zero speaks, and one run is one folder: under any launcher, on several machines, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
+
+from lockstep.launch.group import agree
+from lockstep.run import supervisor as runs
+from lockstep.run.config import check
+from lockstep.run.continuation import told as told_of
+from lockstep.run.library import compose
+from lockstep.run.opening import open_data
+from lockstep.run.training import as_launched, train
+
+# 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
+SHORT = (*TINY, "max_epochs=1", "logger=none", "threads=1")
+ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
+LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
+LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1")
+
+
+def checkpoint(folder: Path, name: str = "last") -> dict[str, Any]:
+    """A checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
+    found: dict[str, Any] = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    return found
+
+
+def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]:
+    """What every completed run leaves behind; returns its summary."""
+    summary = summary_of(folder)
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    assert (folder / "train.log").read_text()
+    assert (summary["status"], summary["error"], summary["steps"]) == ("completed", None, steps)
+    assert set(summary) >= {"name", "model", "data", "seed", "epochs", "samples_seen", "restarts", "versions", "git"}
+    assert set(summary["layout"]) >= LAYOUT
+    metrics = summary["metrics"]
+    assert set(metrics) >= {"val/acc", "val/loss", "test/acc", "test/loss", "test/correct", "test/count"}
+    assert metrics["test/count"] == test_count
+    assert metrics["test/acc"] == metrics["test/correct"] / test_count
+    assert all(summary["throughput"][name] > 0 for name in ("samples_per_second", "seconds_to_first_step", "seconds"))
+    assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
+    for name in ("best", "last"):
+        assert summary[f"{name}_checkpoint"] == f"checkpoints/{name}.ckpt"
+        found = checkpoint(folder, name)
+        assert found["lockstep"]["config"]["batch_size"] == summary["layout"]["batch_size"]
+        assert all(key.startswith("net.") for key in found["state_dict"]), "the plain module's keys"
+    return summary
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One run on two workers, looked at from several sides."""
+    program = Program(tmp_path_factory.mktemp("ddp") / "outputs", fresh=True)
+    return program(*TINY, "strategy=ddp", "devices=2", "max_epochs=2", "seed=3", "data.samples=205")
+
+
+def test_a_run_is_one_folder(ddp: Run) -> None:
+    name, stamp = ddp.folder.relative_to(ddp.outputs).parts
+    assert name == "mnist_cnn_synthetic"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_[\d-]+", stamp)
+    summary = assert_contract(ddp.folder, steps=12, test_count=41)  # 205 less a tenth: 185 samples, 6 steps an epoch
+    assert (summary["epochs"], summary["samples_seen"], summary["seed"]) == (2, 2 * 185, 3)
+    layout = summary["layout"]
+    assert (layout["strategy"], layout["devices"], layout["pieces"], layout["piece_size"]) == ("ddp", 2, 2, 16)
+    assert list((ddp.folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (ddp.folder / "rank_1.log").is_file()
+    assert not (ddp.folder / "rank_0.log").exists()
+
+
+def test_rank_zero_speaks_alone(ddp: Run) -> None:
+    said = ddp.stdout + ddp.stderr
+    start = "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr "
+    assert start in said
+    assert str(ddp.folder) in said
+    for once in ("step 32 samples", "epoch 1/2", "epoch 2/2", "test (best.ckpt, step "):
+        assert said.count(once) == 1, said
+    assert "Traceback" not in said
+    assert "Warning" not in said
+    for line in said.splitlines():
+        assert line in (ddp.folder / "train.log").read_text()
+
+
+def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
+    monkeypatch.setattr(runs, "_launch", lambda *launched: None)
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(runs, "computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
+        found = {asked: check(dict(compose(f"precision={asked}"))) for asked in ("auto", "32-true", "bf16-mixed")}
+        for config in found.values():
+            runs.run_in_workers(train, config, splits, tmp_path)
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == (0 if has_bf16 else 1)
+        assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)
+    config = found["auto"]
+    recorded = {"config": config.record, "fingerprint": splits.fingerprint, "precision": "bf16-mixed"}
+    resumed = {"global_step": 3, "lockstep": recorded}
+    told = ["resumes after step 3", "changed since the checkpoint: precision: bf16-mixed -> 32-true"]
+    assert told_of(config, splits, resumed) == told
+    recorded["precision"] = "32-true"
+    assert told_of(config, splits, resumed) == told[:1]
+
+
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/x}",
+        "scheduler.monitor=val/x",
+        "callbacks.checkpoint.monitor=val/x",
+    ],
+)
+def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: str) -> None:
+    run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
+
+
+def test_sweep_of_layouts(run_train: Program) -> None:
+    run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
+    layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]
+    assert [job.name for job in run.jobs] == ["0", "1", "2", "3"]
+    assert [layout["strategy"] for layout in layouts] == ["dp", "dp", "ddp", "ddp"]
+    assert [layout["devices"] for layout in layouts] == [1, 2, 1, 2]
+    assert len(list(run.outputs.rglob("summary.json"))) == 4
+    assert (run.jobs[3] / "rank_1.log").is_file()
+    assert not (run.jobs[1] / "rank_1.log").exists()
+
+
+def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
+    # job 0 has a crop that only the open data can refuse; 1 completes; 2 is as 0; 3 meets a gradient that is not finite
+    crops = "data.augment={crop:12},null"
+    run = run_train("lr=0.01,1e30", *SHORT, crops, "scheduler=constant", "-m", ok=False)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    summaries = [summary_of(job) for job in run.jobs]
+    assert [summary["status"] for summary in summaries] == ["failed", "completed", "failed", "failed"]
+    assert "data.augment.crop=12" in summaries[0]["error"]
+    assert summaries[2]["error"] == summaries[0]["error"]
+    assert "not finite" in summaries[3]["error"]
+    assert "error: 3 jobs of the sweep failed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("lr=0.01,0.1,-1 strategy=dp,ddp", r"lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)"),
+        ("batch_size=32,33 pieces=1,2", r"batch_size=33 can't be .* \(job 3: batch_size=33 pieces=2\)"),
+        (
+            "strategy.shares=[1,2],[1,2,3] strategy=ddp devices=2",
+            r"strategy.shares=\[1.0, 2.0, 3.0\]: .* \(job 1: .*\)",
+        ),
+        ("model=mnist_cnn,vgg", r"model=vgg: known: .*"),
+    ],
+)
+def test_a_grid_is_refused_before_its_first_job(run_train: Program, overrides: str, says: str) -> None:
+    run = run_train(*TINY, *overrides.split(), "-m", ok=False)
+    assert run.returncode == 2, str(run)
+    assert re.fullmatch(f"error: {says}\n", run.stderr), run.stderr
+    assert not list(run_train.outputs.rglob("sweeps/*")), "no folder is left"
+
+
+# Workers that exist already, and several machines
+
+
+def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path) -> None:
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, "devices=1", ok=False)
+    assert run.returncode != 0
+    assert re.search("^error: 2 workers exist, .*needs 1: .*devices x num_nodes = 2$", run.stderr, re.MULTILINE)
+    assert run.folders == []
+
+
+def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
+    options = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "devices=2", "logger=none")
+    undisturbed = Program(tmp_path / "undisturbed")(*options).summary
+    program = Program(tmp_path / "outputs", launcher=(*TORCHRUN, "--max-restarts=1"))
+    process = program.start(*options)
+    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
+    run = program.finish(process)
+    assert run.returncode == 0, str(run)
+    assert assert_contract(run.folder, steps=144, test_count=40)["restarts"] == 1
+    assert (run.folder / "rank_1.log").is_file()
+    assert run.stderr.count("step 32 samples") == 2, "rank zero speaks alone, in each life"
+    assert re.search(r"resumes after step \d+", run.stderr)
+    assert run.summary["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_a_sweep_of_torchruns_workers(tmp_path: Path) -> None:
+    run = Program(tmp_path / "outputs", launcher=TORCHRUN)("-m", *SHORT, "strategy=ddp", "devices=2", "seed=0,1")
+    assert [summary_of(job)["status"] for job in run.jobs] == ["completed"] * 2
+    assert "leaked" not in run.stderr, "what C++ libraries say of what is left at an interpreter's end"
+    told = [line.split(" in ")[0] for line in run.stderr.splitlines() if line.startswith("[")]
+    assert told == ["[1 of 2] job 0 completed", "[2 of 2] job 1 completed"]
+
+
+def two_machines(program: Program, *options: str) -> list[Any]:
+    """A program's start on two machines, which are this one."""
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    return [program.start(*options, "num_nodes=2", met) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_machine_that_loses_its_worker_and_one_that_notices_late_go_on_together(
+    run_train: Program, tmp_path: Path
+) -> None:
+    """The late one's agent starts its worker again because the other one did, which torch does not count."""
+    options = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
+    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=2").summary  # on one machine
+    processes = two_machines(run_train, *options, "max_restarts=1")
+    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), processes[0])
+    (one,), (other,) = map(workers_of, processes)
+    os.kill(other, signal.SIGSTOP)
+    os.kill(one, signal.SIGKILL)
+    wait_for(lambda: ended(other), processes[1])
+    runs = [run_train.finish(process) for process in processes]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    (folder,) = {folder for run in runs for folder in run.folders}
+    log = (folder / "train.log").read_text()
+    assert "on 2 devices, 1 each of 2 nodes" in log
+    assert "resumes after step" in log
+    summary = assert_contract(folder, steps=144, test_count=40)
+    assert (summary["layout"]["devices"], summary["layout"]["num_nodes"]) == (1, 2)
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+def test_two_machines_go_on_with_one_run(tmp_path: Path) -> None:
+    """`resume=last`, though the newest run is another one on each of them: where the folder is not shared, say."""
+    programs = [Program(tmp_path / name) for name in ("one", "other")]
+    for program in programs:
+        program(*SHORT, "pieces=2", "max_steps=1")
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    task = ("resume=last", "strategy=ddp", "num_nodes=2", met, "max_steps=3", "hang_timeout=20")
+    processes = [program.start(*task) for program in programs]
+    runs = [program.finish(process) for program, process in zip(programs, processes, strict=True)]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    assert sorted(run.summary["steps"] for run in runs) == [1, 3]
+
+
+def test_machines_that_share_no_folder_do_not_go_on(tmp_path: Path) -> None:
+    """One has the run's last checkpoint, the other one would begin."""
+    one = Program(tmp_path / "one")(*SHORT, "pieces=2", "max_steps=1").folder
+    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
+    task = (*SHORT, "strategy=ddp", "num_nodes=2", met, "hang_timeout=60")
+    program = Program(tmp_path / "other")
+    processes = [program.start(*task, f"hydra.run.dir={folder}") for folder in (one, tmp_path / "other" / "run")]
+    for run in [program.finish(process) for process in processes]:
+        assert run.returncode == 2, str(run)
+        assert re.search("error: .*: the checkpoint is .* for rank 0 and .* for rank 1: not one folder\n", run.stderr)
+
+
+def test_fewer_machines_than_asked_for_compute_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = ("strategy=ddp", "strategy.shares=[1,2]", "num_nodes=2", "rdzv_endpoint=there:29500", "pieces=4")
+    config = check(dict(compose(*strategy, "elastic=true")))
+    for nodes in ("2", "1"):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+        layout = as_launched(config).layout
+        assert [piece for device in range(layout.num_devices) for piece in layout.owned(device)] == [0, 1, 2, 3]
+
+
+def test_machines_agree_on_each_thing_by_itself() -> None:
+    met = f"127.0.0.1:{free_port()}"
+    asked = ("stamp", "1"), ("resumed", "2"), ("stamp", "3")
+    assert [agree(what, value, 2, met) for what, value in asked] == ["1", "2", "1"]
+
+
+# Signals and deaths
+
+
+def started(program: Program, *overrides: str) -> Any:
+    """An endless run that has saved a checkpoint."""
+    process = program.start(*ENDLESS, "checkpoint_every=20", *overrides)
+    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "layout"),
+    [(signal.SIGINT, 130, "strategy=ddp devices=2"), (signal.SIGTERM, 143, "devices=1")],
+)
+def test_a_signal_saves_and_ends(run_train: Program, signum: signal.Signals, code: int, layout: str) -> None:
+    process = started(run_train, *layout.split())
+    process.send_signal(signum)
+    run = run_train.finish(process)
+    assert run.returncode == code, str(run)
+    assert "Traceback" not in run.stderr
+    summary = run.summary
+    log = (run.folder / "train.log").read_text()
+    assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
+    assert run.stderr.endswith(f"to go on: resume={os.path.relpath(run.folder)}\n")
+    assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
+    assert signum.name in summary["error"]
+    assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"
+
+
+def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
+    process = started(run_train, "strategy=ddp", "devices=2")
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    run = run_train.finish(process)
+    assert run.returncode == 1, str(run)
+    assert "Traceback" not in run.stderr
+    assert run.stderr.endswith("error: rank 1 was killed by SIGKILL\n")
+    assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL")
+    assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
+    assert all(ended(pid) for pid in workers)
+
+
+def test_workers_do_not_outlive_a_killed_parent(run_train: Program) -> None:
+    process = started(run_train, "strategy=ddp", "devices=2")
+    workers = workers_of(process)
+    process.kill()
+    process.communicate()
+    assert len(workers) == 2
+    for pid in workers:
+        for _ in range(100):
+            if ended(pid):
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail(f"worker {pid} outlived its parent")

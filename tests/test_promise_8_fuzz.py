@@ -1,0 +1,198 @@
+"""Whatever is read ends in a result or in a refusal of one line, and in nothing else: bounded, seeded fuzzing."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import composed
+from PIL import Image
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks import checkpoint_io
+from lockstep.run import cli
+from lockstep.run.arguments import keyed
+from lockstep.run.config import Config, check
+from lockstep.run.opening import open_data
+from project.data.files import read_idx
+from project.data.image_folder import FolderDataset
+
+SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
+
+
+def accepted(read: Callable[[], Any]) -> bool:
+    """Whether `read` came to a result; a refusal is one line that says something. Other exceptions go through."""
+    try:
+        read()
+    except Refusal as refusal:
+        text = cli.line(refusal)
+        assert len(text) > 10, text
+        assert text.isprintable(), text
+        return False
+    return True
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """A few random edits: bytes changed, a part cut out, doubled, moved, or the end missing."""
+    found = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, length = rng.randrange(len(found) + 1), rng.choice((1, 2, 4, 64))
+        match rng.randrange(6):
+            case 0:
+                found[at : at + length] = rng.randbytes(length)
+            case 1:
+                del found[at : at + length]
+            case 2:
+                found[at:at] = found[at : at + length]
+            case 3:
+                found[at : at + length] = bytes([rng.choice((0, 0x7F, 0x80, 0xFF))]) * length
+            case 4:
+                del found[at:]
+            case _:
+                other = rng.randrange(len(found) + 1)
+                found[at : at + length] = found[other : other + length]
+    return bytes(found)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {
+    "state_dict": {"net.weight": torch.arange(6.0).reshape(2, 3)},
+    "pytorch-lightning_version": "2.6.6",
+    "lockstep": {"config": {"lr": 0.1, "name": "größer"}, "fingerprint": None},
+}
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """One that is damaged is refused, unless what it holds is not touched: a zip has bytes that nobody reads."""
+    rng, path = random.Random(1), tmp_path / "last.ckpt"
+    checkpoint_io.save(PLAIN, path)
+    path.write_bytes(path.read_bytes().replace(PLAIN["state_dict"]["net.weight"].numpy().tobytes(), bytes(24)))
+    assert not torch.load(path, weights_only=True)["state_dict"]["net.weight"].any(), "the control: torch loads this"
+    assert not accepted(lambda: checkpoint_io.load(path))
+    checkpoint_io.save(PLAIN, path)
+    content = path.read_bytes()
+    refused = 0
+    for _ in range(300):
+        path.write_bytes(mutated(content, rng))
+        if accepted(lambda: checkpoint_io.load(path)):
+            assert repr(checkpoint_io.load(path)) == repr(PLAIN), "damaged, and loaded all the same"
+        else:
+            refused += 1
+    assert refused > 150
+
+
+# --- IDX files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_idx_files(tmp_path: Path, packed: bool, dimensions: int) -> None:
+    rng = random.Random(dimensions)
+    sizes = (5, 4, 3)[:dimensions]
+    header = bytes((0, 0, 8, dimensions)) + b"".join(size.to_bytes(4, "big") for size in sizes)
+    whole = header + rng.randbytes(math.prod(sizes))
+    path = tmp_path / ("set.gz" if packed else "set")
+    path.write_bytes(gzip.compress(whole) if packed else whole)
+    assert accepted(lambda: read_idx(path, dimensions))
+    for number in range(200):
+        # inside the gzip too, so that its checksum does not hide the rest
+        inner = mutated(whole, rng) if not packed or number % 2 else whole
+        path.write_bytes(
+            (gzip.compress(inner, 1) if number % 2 else mutated(gzip.compress(inner, 1), rng)) if packed else inner
+        )
+        if accepted(lambda: read_idx(path, dimensions)):
+            found = read_idx(path, dimensions)
+            assert found.ndim == dimensions
+            assert found.dtype == np.uint8
+
+
+# --- image folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM"])
+def test_images(tmp_path: Path, kind: str) -> None:
+    rng = random.Random(kind)
+    (tmp_path / "some").mkdir()
+    path = tmp_path / "some" / ("image.png" if kind == "GIF" else f"image.{kind.lower()}")  # a name may be wrong
+    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path, format=kind)
+    content = path.read_bytes()
+    dataset = FolderDataset(tmp_path, image_size=8, channels=3)
+    assert accepted(lambda: dataset[0])
+    for _ in range(60):
+        path.write_bytes(mutated(content, rng))
+        if accepted(lambda: dataset[0]):
+            image, label = dataset[0]
+            assert (image.shape, image.dtype, label) == ((3, 8, 8), torch.uint8, 0)
+
+
+# --- config values ----------------------------------------------------------------------------------------------------
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**30, -(10**30)),
+    *(0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
+    *("", " ", "auto", "null", "1", "-1", "../up", "/", "a/b", "a\nb", "\0", "ü", "x" * 300),
+    *("os.system", "builtins.open", "lockstep.launch.agent.launch", "project.models.MnistCNN", "lockstep.."),
+    *([], [1], [[1]], ["a"], {}, {"a": 1}, {"_target_": "os.system"}, {"name": None}),
+)
+
+
+def places(node: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all keys of a config, groups and leaves."""
+    if not isinstance(node, dict):
+        return []
+    return [place for key, part in node.items() for place in [(*above, key), *places(part, (*above, key))]]
+
+
+def opened(raw: dict[str, Any]) -> Config:
+    """As far as the parent of a run goes: what comes after happens in workers."""
+    config = check(raw)
+    large = any(isinstance(value, int | float) and value > 1000 for value in config.data.values())
+    if config.data.get("_target_") == "project.data.synthetic" and not large:
+        open_data(config.data, config.data_dir, config.seed)
+    return config
+
+
+def test_config_values() -> None:
+    rng, base = random.Random(7), composed(*SMALL)
+    assert accepted(lambda: opened(base))
+    results = 0
+    for place in places(base):
+        for value in rng.sample(VALUES, 6):
+            raw = copy.deepcopy(base)
+            node = raw
+            for key in place[:-1]:
+                node = node[key]
+            node[place[-1]] = value
+            try:
+                results += accepted(partial(opened, raw))
+            except Exception as error:
+                raise AssertionError(f"{'.'.join(place)}={value!r}: {type(error).__name__}: {error}") from error
+    assert results > 20, "not everything is refused"
+
+
+def test_command_lines() -> None:
+    """Whatever Hydra's parser makes of an override, the answer is a config or a refusal of one line."""
+    rng = random.Random(9)
+    keys = [".".join(place) for place in places(composed(*SMALL))]
+    keys += ["nothing", "hydra.run.dir", "hydra", "a.b.c", "+new", "~lr", "model@x"]
+    values = ["", "1", "-1", "nan", "1e999", "[1,2", "{a:1}", "'", '"', "a=b", "a,b", "\\", "*", "@"]
+    values += ["${oc.env:HOME}", "${lr}", "${nothing}", "${"]
+    for _ in range(60):
+        sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
+        override = sign + rng.choice(keys) + equals + rng.choice(values)
+        try:
+            check(composed(*keyed([override]), *SMALL))
+        except cli.BAD_INPUT as error:
+            message = cli.line(error)
+            assert message.strip(), override
+            assert "\n" not in message, override

@@ -1,0 +1,172 @@
+"""Optimizers and schedules: what decays, closed forms, what yaml and the command line can name, refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Program, Run, apart, summary_of
+from small_models import resnet18
+from torch import nn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.optimizers import optimization
+from project import schedules
+
+SAMPLES = 640  # ten steps an epoch
+
+
+def offered(*overrides: str) -> dict[str, Any]:
+    """What a module gets to train with."""
+    return optimization(check(dict(compose("max_epochs=2", *overrides))), SAMPLES)
+
+
+def rates(made: dict[str, Any], steps: int) -> list[float]:
+    """The learning rate of each step."""
+    optimizer = made["optimizer"]([nn.Parameter(torch.zeros(1))])
+    schedule = made["scheduler"](optimizer)["scheduler"]
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize("decays", [False, True])
+def test_biases_and_norms_decay_if_asked(decays: bool) -> None:
+    made = offered("optimizer=adamw", "optimizer.weight_decay=0.02")["optimizer"]
+    model = resnet18(optimizer=made, decay_norms_and_biases=decays)
+    model.net.fc.weight.requires_grad = False
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters())) - 1, "all that is trained"
+    decayed = {id(p) for group in groups if group["weight_decay"] for p in group["params"]}
+    weights = {id(p) for p in model.parameters() if p.requires_grad and (decays or p.ndim > 1)}
+    assert decayed == weights
+    assert {group["weight_decay"] for group in groups} == ({0.02} if decays else {0.02, 0.0})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "options"),
+    [
+        (
+            ["optimizer=adamw", "optimizer.betas=[0.8,0.9]", "lr=0.2"],
+            torch.optim.AdamW,
+            {"betas": (0.8, 0.9), "lr": 0.2},
+        ),
+        (["optimizer._target_=torch.optim.Adam", "~optimizer.momentum", "~optimizer.nesterov"], torch.optim.Adam, {}),
+        (["+optimizer.lr=0.5"], torch.optim.SGD, {"lr": 0.5}),
+        (["lr_scaling=linear", "batch_size=128"], torch.optim.SGD, {"lr": 0.06}),
+    ],
+)
+def test_any_optimizer_by_hydras_convention(
+    overrides: list[str], kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    optimizer: torch.optim.Optimizer = offered(*overrides)["optimizer"]([nn.Parameter(torch.zeros(1))])
+    assert type(optimizer) is kind
+    assert {name: optimizer.param_groups[0][name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer._target_=torch.optim.Lion"], "optimizer._target_=torch.optim.Lion: torch.optim has no Lion"),
+        (["+optimizer.beta=1"], r"optimizer.beta: SGD takes no such option; leave it out \(~optimizer.beta\)"),
+        (
+            ["optimizer._target_=torch.optim.Rprop"],
+            r"\(~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay\)",
+        ),
+        (["optimizer.momentum=null"], r"^optimizer: SGD\(lr=0.03, momentum=null, "),
+        (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
+        (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must lie in 0\.\.20"),
+        (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
+        (["scheduler.peak=1.0"], "^scheduler.peak=1.0: "),
+        (["scheduler.peak=later:total"], "^scheduler.peak=later:total: did you mean total_steps"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(Refusal, match=says) as caught:
+        offered(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_of_a_metric_names_it() -> None:
+    with pytest.raises(Refusal, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
+        rates(offered("scheduler=plateau", "~scheduler.monitor"), 1)
+    with pytest.raises(Refusal, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
+        rates(offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step"), 1)
+
+
+def test_schedules_are_their_closed_forms() -> None:
+    def factors(schedule: Any, **options: Any) -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        return schedule(optimizer, **options).lr_lambdas[0]
+
+    cosine = factors(schedules.cosine, total_steps=104, warmup_steps=4, final=0.1)
+    assert [cosine(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    for step in range(4, 104):
+        assert cosine(step) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 100)) / 2)
+    assert cosine(104) == cosine(200) == pytest.approx(0.1)
+    assert factors(schedules.cosine, total_steps=3, warmup_steps=3)(2) == 1.0
+    onecycle = factors(schedules.onecycle, total_steps=100, peak=0.2, start=0.1)
+    assert [onecycle(s) for s in (0, 10, 20, 60, 100)] == pytest.approx([0.1, 0.55, 1.0, 0.5, 0.0])
+    assert max(range(100), key=onecycle) == 20
+
+
+def test_schedules_of_torch_know_the_length_of_the_run() -> None:
+    def of_torch(name: str, *options: str) -> dict[str, Any]:
+        target = f"scheduler._target_=torch.optim.lr_scheduler.{name}"
+        return offered("scheduler=constant", "~scheduler.factor", target, *options)
+
+    annealed = rates(of_torch("CosineAnnealingLR", "+scheduler.T_max=later:total_steps"), 21)
+    assert annealed == pytest.approx([0.03 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
+    assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.03)
+    assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
+
+
+def test_a_schedule_by_a_metric_goes_on_where_it_was(tmp_path: Path) -> None:
+    named = ("scheduler=plateau", "+scheduler.threshold=10", "scheduler.patience=0")
+    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", *named)
+    whole = Program(tmp_path / "whole")(*task, "max_epochs=4")
+    cut = Program(tmp_path / "cut")(*task, "max_epochs=4", "max_steps=10")  # of four an epoch
+    Program(tmp_path / "cut")(f"resume={cut.folder}", "max_steps=null")
+    assert summary_of(cut.folder)["weights_sha256"] == whole.summary["weights_sha256"]
+    state = torch.load(whole.folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert "num_bad_epochs" in state["lr_schedulers"][0]
+    assert state["optimizer_states"][0]["param_groups"][0]["lr"] < 0.03
+
+
+FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")
+TASK = (
+    "data=synthetic",
+    "data.samples=190",
+    "batch_size=170",
+    "precision=64-true",
+    "data.image_size=12",
+    "callbacks.checkpoint.monitor=null",
+)
+
+
+def test_a_fused_optimizer_makes_the_same_steps_where_a_rank_has_no_sample(tmp_path: Path) -> None:
+    """The last step has one; torch's fused kernel takes a gradient's memory for that of its parameter."""
+    layout = ("strategy=ddp", "devices=2", "max_epochs=2")
+    plain, fused = (Program(tmp_path / choice[-4:])(*TASK, *layout, choice) for choice in FUSED)
+    assert apart(plain, fused) < 1e-12
+    assert apart(plain, Program(tmp_path / "other")(*TASK, *layout, "seed=1")) > 1e-3
+
+
+def test_a_fused_optimizer_goes_on_in_another_memory_format(tmp_path: Path) -> None:
+    def train(choice: str) -> Run:
+        first = Program(tmp_path / choice[-4:])(*TASK, choice, "memory_format=contiguous", "max_steps=3")
+        return Program(tmp_path / choice[-4:])(
+            f"resume={first.folder}", choice, "memory_format=channels_last", "max_steps=6"
+        )
+
+    plain, fused = map(train, FUSED)
+    assert plain.summary["steps"] == fused.summary["steps"] == 6
+    assert apart(plain, fused) < 1e-12

@@ -1,0 +1,72 @@
+"""Recipes and debug modes: each fits the schema, also on top of each other, and each debug mode does what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import ROOT, Program
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lockstep.run.checks import options
+from lockstep.run.config import Config, check
+
+EXPERIMENTS = options("experiment")
+DEBUGS = options("debug")
+LAYOUT = ("accelerator=cpu", "strategy=ddp", "devices=2", "pieces=4", "threads=1")
+SMALL = ("data=synthetic", "data.samples=300", "data.image_size=12", "batch_size=32")
+
+
+def composed(*overrides: str) -> Config:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        raw: Any = OmegaConf.to_container(compose("train", ["accelerator=cpu", *overrides]), resolve=True)
+    return check(raw)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_recipe_passes_the_checks_and_a_debug_mode_goes_on_top(
+    experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator: False)
+    config = composed(f"experiment={experiment}")
+    assert config.record != composed().record
+    assert config.precision == "32-true", "no recipe emulates bf16"
+    for debug in DEBUGS:
+        debugged = composed(f"experiment={experiment}", f"debug={debug}")
+        assert (debugged.name, debugged.model) == (f"debug_{debug}", config.model)
+
+
+def test_the_front_page_names_all_debug_modes() -> None:
+    front = (ROOT / "conf" / "train.yaml").read_text()
+    assert DEBUGS == ["batch", "overfit", "profile"]
+    assert "- debug: null # batch, overfit, profile\n" in front
+
+
+def test_batch_goes_through_training_validation_and_test(run_train: Program) -> None:
+    run = run_train("debug=batch", *LAYOUT, *SMALL)
+    metrics = run.summary["metrics"]
+    assert (run.summary["steps"], run.summary["samples_seen"]) == (1, 32)
+    assert metrics["val/count"] > 0
+    assert 0 < metrics["test/count"] < 60  # not the whole test set
+    assert (run.folder / "checkpoints" / "best.ckpt").is_file()
+
+
+def test_overfit_learns_one_batch_by_heart(run_train: Program) -> None:
+    run = run_train("debug=overfit", *LAYOUT, *SMALL)
+    metrics = run.summary["metrics"]
+    assert (run.summary["steps"], run.summary["samples_seen"]) == (100, 3200)
+    assert metrics["train/loss"] < 0.01
+    assert metrics["train/acc"] == 1
+    assert not [name for name in metrics if name.startswith(("val/", "test/"))]
+
+
+def test_profile_leaves_a_trace_and_a_table(run_train: Program) -> None:
+    run = run_train("debug=profile", *LAYOUT, *SMALL)
+    events = json.loads((run.folder / "profile" / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 8
+    for place in (run.folder / "profile" / "summary.txt", run.folder / "train.log"):
+        (line,) = [line for line in place.read_text().splitlines() if "aten::convolution_backward " in line]
+        assert int(line.split()[-1]) == 8 * 2 * 2  # steps, micro-batches, layers

@@ -1,0 +1,139 @@
+"""Under SLURM, played by two small programs: told to end, a job queues itself again, and then goes on by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Program, Run, free_port, summary_of, wait_for
+
+from lockstep.launch import environment as told
+from lockstep.run import slurm
+
+JOB = (
+    "data=synthetic",
+    "data.samples=256",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "batch_size=8",
+    "checkpoint_every=4",
+    "logger=none",
+    "threads=1",
+)
+LONG = (*JOB, "max_epochs=14")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """A folder for PATH: `squeue` tells the job's state from a file, `scontrol` writes down what it is asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "state").write_text("RUNNING\n")
+    for name, line in {"squeue": f"cat {folder}/state", "scontrol": f'echo "$@" >> {folder}/asked'}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def environment(cluster: Path, restarts: int = 0) -> dict[str, str]:
+    path = f"{cluster}:{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": str(restarts)}
+
+
+def terminated(program: Program, cluster: Path, *overrides: str, restarts: int = 0) -> Path:
+    """The folder of a run that SIGTERM ended after a checkpoint."""
+    began = time.time()
+    process = program.start(*overrides, env=environment(cluster, restarts))
+
+    def saved() -> list[Path]:
+        return [path for path in program.outputs.rglob("last.ckpt") if path.stat().st_mtime > began]
+
+    (checkpoint, *_) = wait_for(saved, process)
+    process.send_signal(signal.SIGTERM)
+    run = program.finish(process)
+    assert run.returncode == 143, str(run)
+    return checkpoint.parent.parent
+
+
+def test_a_job_that_must_end_queues_itself_again_and_goes_on(run_train: Program, cluster: Path, tmp_path: Path) -> None:
+    for restarts in range(2):  # the same command, as the job script has it
+        folder = terminated(run_train, cluster, *LONG, restarts=restarts)
+    assert (cluster / "asked").read_text() == "requeue 77\n" * 2
+    assert summary_of(folder)["status"] == "interrupted"
+    assert folder.name.startswith("slurm_77_")
+    run = run_train(*LONG, env=environment(cluster, restarts=2))
+    assert run.folder == folder
+    undisturbed = Program(tmp_path / "undisturbed")(*LONG)
+    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
+    other = run_train(*JOB, "max_epochs=1", env=environment(cluster, restarts=2))  # the script's next command
+    assert len(other.folders) == 2, "a run of its own"
+
+
+def test_a_sweep_goes_on_too(run_train: Program, cluster: Path) -> None:
+    sweep = (*LONG, "-m", "seed=1,1")  # the first is told to end, the second is not
+    terminated(run_train, cluster, *sweep)
+    run = run_train(*sweep, env=environment(cluster, restarts=1))
+    first, second = (summary_of(job) for job in run.jobs)
+    assert "resumes after step" in (run.jobs[0] / "train.log").read_text()
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
+def test_a_job_that_was_cancelled_ends(run_train: Program, cluster: Path) -> None:
+    (cluster / "state").write_text("COMPLETING\n")
+    terminated(run_train, cluster, *LONG)
+    assert not (cluster / "asked").exists()
+
+
+def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(job: str, restarts: int, *overrides: str) -> Path | None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        told.environment.cache_clear()  # read once in a process, else
+        return slurm.folder(tmp_path, overrides)
+
+    first, second = found("77", 0, "seed=0"), found("77", 0, "seed=1")
+    assert first is not None
+    first.mkdir()
+    assert first == found("77", 1, "seed=0") == found("77", 2, "seed=0")
+    assert len({first, second, found("78", 0, "seed=0")}) == 3
+    assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
+
+
+def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:
+    """Its last checkpoint: neither the older one that it was given at first, nor that of another run."""
+    folder = run_train(*JOB, "max_epochs=1").folder
+    first = folder / "checkpoints" / "first.ckpt"
+    first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
+    command = (f"resume={first}", "scheduler=constant", "max_epochs=8")
+    terminated(run_train, cluster, *command)
+    later = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert later > torch.load(first, weights_only=True)["global_step"]
+    run_train(*JOB, "max_epochs=1", "seed=5")  # another one, saved since
+    run = run_train("resume=last", "max_epochs=8", env=environment(cluster, restarts=1))
+    assert f"resumes after step {later}\n" in run.stderr
+    made = summary_of(folder)["steps"]
+    run = run_train(*command, "max_epochs=9", env=environment(cluster, restarts=1))
+    assert f"resumes after step {made}\n" in run.stderr
+
+
+def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> None:
+    job = (*JOB, "data.samples=89", "scheduler=constant", "strategy=ddp", "devices=2")  # 71 of them trained on
+    undisturbed = Program(tmp_path / "undisturbed")(*job, "max_epochs=2")
+    first, _ = as_tasks(run_train, *job, "max_epochs=1")
+    runs = as_tasks(run_train, f"resume={first.folder}", "max_epochs=2")
+    assert [run.stderr.count("resumes after step") for run in runs] == [1, 0], "the first task speaks"
+    for key in ("weights_sha256", "steps", "metrics"):
+        assert runs[0].summary[key] == undisturbed.summary[key], key
+
+
+def as_tasks(program: Program, *overrides: str) -> list[Run]:
+    """A program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
+    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    tasks = [program.start(*overrides, env={**job, "SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
+    runs = [program.finish(task) for task in tasks]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    return runs

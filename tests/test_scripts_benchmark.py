@@ -1,0 +1,140 @@
+"""The benchmark compares what is comparable: sides take turns, compute the same, and a wrong one is found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from parts import picture, steps, traces
+from parts.players import OPPONENTS, Row, faster, play, row
+
+PLAYER = """
+import sys, time
+sys.path.insert(0, {opponents!r})
+from turns import Turns
+turns = Turns()
+turns.begin()
+for step in range({last}):
+    began = time.monotonic()
+    time.sleep(0.002)
+    with open({log!r}, "a") as log:
+        print(began, time.monotonic(), file=log)
+    turns.step([])
+sys.exit("it had enough")
+"""
+
+
+def player(folder: Path, name: str, last: int = 1000) -> tuple[list[str], Path]:
+    program, log = folder / f"{name}.py", folder / f"{name}.log"
+    program.write_text(PLAYER.format(opponents=str(OPPONENTS), log=str(log), last=last))
+    return [str(program)], log
+
+
+def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
+    (one, first), (two, second), (three, third) = (player(tmp_path, name) for name in ("one", "two", "three"))
+    found = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)
+    assert [len(outcome.blocks) for outcome in found.values()] == [3, 3]
+    assert all(block >= 3 * 0.002 for outcome in found.values() for block in outcome.blocks)
+    spans = {
+        log: [tuple(map(float, line.split())) for line in log.read_text().splitlines()]
+        for log in (first, second, third)
+    }
+    assert {len(span) for span in spans.values()} == {20}
+
+    def together(a: Path, b: Path) -> bool:
+        return any(x[0] < y[1] and y[0] < x[1] for x in spans[a] for y in spans[b])
+
+    assert not together(first, second)
+    assert not together(first, third)
+    assert together(second, third)  # the control: programs of one player do
+
+
+def test_a_player_that_ends_early_is_told_with_its_last_words(tmp_path: Path) -> None:
+    (one, _), (two, _) = player(tmp_path, "one"), player(tmp_path, "two", last=7)
+    with pytest.raises(RuntimeError, match=r"two ended early:\n.*it had enough"):
+        play({"one": [one], "two": [two]}, rounds=3, steps=5, folder=tmp_path)
+
+
+def test_ratios_and_goals() -> None:
+    line = row("x", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], 0.5)
+    assert (line.ratio, line.spread, line.met) == (0.5, (0.5, 0.5), True)
+    ahead = faster("x", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], 2.1)
+    assert (ahead.ours, ahead.other, ahead.ratio, ahead.met) == (2.0, 4.0, 2.0, False)
+    assert Row("x", 1, 1, 1, None).met is None
+
+
+def test_both_sides_make_the_same_steps_and_another_order_is_found(tmp_path: Path) -> None:
+    import torch
+
+    case = steps.CASES["mnist_cnn"]
+    task, ours = steps.make_task(case, 40, tmp_path)
+    wrong = tmp_path / "wrong.pt"
+    told: dict[str, Any] = torch.load(task)
+    torch.save(told | {"order": told["order"][::-1]}, wrong)
+    bare = str(OPPONENTS / "bare_loop.py")
+    commands = {
+        "ours": [ours],
+        "plain": [[bare, "--task", str(task)]],
+        "levers": [[bare, "--task", str(task), "--levers"]],
+        "wrong": [[bare, "--task", str(wrong)]],
+    }
+    found = play(commands, rounds=0, steps=case.save_at, save_at=case.save_at, folder=tmp_path)
+    apart = {side: steps.distance(task, found["plain"].weights, found[side].weights) for side in found}
+    assert apart["plain"] == 0
+    assert apart["ours"] < case.limits[0]
+    assert apart["levers"] < case.limits[0]
+    assert apart["wrong"] > 100 * case.limits[0]
+
+
+def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
+    def event(name: str, start: float, cat: str = "cpu_op") -> dict[str, Any]:
+        return {"name": name, "ts": start, "dur": 10.0, "cat": cat}
+
+    steps = [event(f"ProfilerStep#{number}", 10.0 * number) for number in (1, 2, 3)]
+    others = [event("ProfilerStep#1", 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
+    reduced = [event("gloo:all_reduce", at) for at in (5, 15, 16, 25, 26, 31, 32, 33, 45)]
+    found = traces.per_step([*steps, *others, *reduced, event("once", 15)])
+    assert (found["gloo:all_reduce"], found["once"]) == (2, 0)
+
+
+@pytest.mark.slow
+def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
+    asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
+    found = [traces.traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
+    assert found[0] == found[1] >= 1
+
+
+def test_the_picture_shows_goals_and_controls_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert picture.draw(ROOT / "docs" / "benchmarks", tmp_path / "performance.png")
+    (axes,) = pyplot.gcf().axes
+    names = [name.get_text() for name in axes.get_yticklabels()]
+    shown = dict(zip(names, [text.get_text() for text in axes.texts], strict=True))
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert len(shown) == len(axes.patches) > 20
+    assert "goal" not in shown["mnist_cnn, batch 64: control, plain against plain"]
+    assert "goal 72%" in shown["mnist_cnn, batch 64: against the plain loop"]
+    assert not [name for name in shown if "do not talk" in name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["stepp"], "did you mean step?"), (["epoch", "--data-dir=x"], "no MNIST/raw")]
+)
+def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/bench/benchmark.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,207 @@
+"""What scripts/compare.py tells of two run folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from comparison.curves import read_curves
+from comparison.groups import find_runs, grouped
+from conftest import ROOT, Program
+from torch.utils.tensorboard import SummaryWriter
+
+TINY = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=32", "logger=none")
+
+
+def compare(*runs: Path | str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/compare.py", *map(str, runs)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def rows(text: str) -> dict[str, tuple[str, str]]:
+    """key -> the two values, of the table's rows with values in both columns."""
+    cells = [line.split() for line in text.splitlines()]
+    return {line[-3]: (line[-2], line[-1]) for line in cells if len(line) in (3, 4)}
+
+
+def written(folder: Path, **summary: Any) -> Path:
+    """A run folder made by hand."""
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+    (folder / ".hydra" / "config.yaml").write_text(
+        "lr: 0.1\nname: ${model.name}\nmodel: {name: mnist_cnn, dropout: 0.5}\n"
+    )
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_two_runs(tmp_path: Path) -> None:
+    one, two = Program(tmp_path / "one")(*TINY), Program(tmp_path / "two")(*TINY, "strategy=dp", "devices=2", "lr=0.07")
+    done = compare(one.folder, two.folder)
+    assert done.returncode == 0, done.stderr
+    found = rows(done.stdout)
+    assert found["lr"] == ("0.03", "0.07")
+    assert found["strategy"] == ("single", "dp")
+    assert found["devices"] == ("1", "2")
+    assert found["weights_sha256"] == (one.summary["weights_sha256"][:12], two.summary["weights_sha256"][:12])
+    assert "seed" not in found
+    assert "the same in both: code, versions" in done.stdout
+    assert done.stdout.endswith("weights: different bits\n")
+
+
+def test_the_same_run(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", weights_sha256="a" * 64, metrics={"test/acc": 0.5})
+    done = compare(run, run)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "the same in both: config, outcome\n"
+        "neither tells: code, versions, machine, layout, data\n"
+        "weights: the same bits\n",
+    )
+
+
+def test_what_one_has_and_the_other_lacks(tmp_path: Path) -> None:
+    one = written(tmp_path / "one", metrics={"test/acc": 0.123456789}, git={"commit": "b" * 40, "dirty": True})
+    two = written(tmp_path / "two", metrics={}, git={"commit": "c" * 40, "dirty": True})
+    (one / "git.diff").write_text("+ a line")
+    done = compare(one, two)
+    found = rows(done.stdout)
+    assert found["metrics.test/acc"] == ("0.123457", "-")
+    assert found["commit"] == ("b" * 12, "c" * 12)
+    assert found["changes"][1] == "-"
+    assert "dirty" not in found
+    assert done.stdout.endswith("weights: a run without an end has none to compare\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "no such folder"), ("", "neither summary.json nor"), ("{", "can't be read"), ("[1]", "not a mapping")],
+)
+def test_what_is_no_run_is_named(tmp_path: Path, content: str | None, reason: str) -> None:
+    good, bad = written(tmp_path / "good"), tmp_path / "bad"
+    if content is not None:
+        bad.mkdir()
+    if content:
+        (bad / "summary.json").write_text(content)
+    done = compare(good, bad)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {bad}")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# Any number of runs
+
+
+LAYOUT = {"accelerator": "cpu", "num_nodes": 1, "batch_size": 32, "piece_size": 16, "exact": False}
+
+
+def job(folder: Path, devices: int, seed: int, acc: float, speed: float, lr: float = 0.1, **summary: Any) -> None:
+    """A run by hand, of a sweep over devices, seeds and rates."""
+    layout = LAYOUT | {"strategy": "ddp", "devices": devices, "accumulate_grad_batches": 1, "pieces": devices}
+    told = {"status": "completed", "layout": layout, "metrics": {"test/acc": acc, "val/acc": acc / 2}}
+    told["throughput"] = {"samples_per_second": speed, "seconds": 2.0}
+    written(folder, **(told | summary))
+    config = {"lr": lr, "seed": seed, "devices": devices, "batch_size": 32, "strategy": {"name": "ddp"}}
+    config["max_epochs"] = 1
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    for number, (devices, seed, acc, speed) in enumerate(
+        [(1, 0, 0.5, 90.0), (1, 1, 0.7, 110.0), (2, 0, 0.8, 150.0), (2, 1, 0.6, 150.0)]
+    ):
+        job(tmp_path / str(number), devices, seed, acc, speed)
+    job(tmp_path / "10", 2, 2, 0.1, 1.0, status="failed", error="no luck")
+    return tmp_path
+
+
+def test_seeds_are_one_row(sweep: Path) -> None:
+    done = compare(sweep)
+    assert done.returncode == 0, done.stderr
+    two, one = told = json.loads((sweep / "compare" / "compare.json").read_text())
+    assert [row["layout"] for row in told] == ["ddp 2 devices, 2 pieces", "ddp 1 device"], "the best comes first"
+    assert [row["runs"] for row in told] == ["2 of 3", 2]
+    assert one["test acc"] == pytest.approx(0.6)
+    assert one["+-"] == pytest.approx(0.1414, abs=1e-4)
+    assert (one["val acc"], one["samples/s"], one["seconds"], one["GiB"]) == (0.3, 100, 2, None)
+    assert [row["efficiency"] for row in told] == [0.75, 1.0], "150 on two devices, 100 on one"
+    assert list(two["folders"].values()) == ["completed", "completed", "failed"]
+    assert "10 (ddp 2 devices, 2 pieces): failed, no luck" in done.stdout
+    assert [row["samples/s"] for row in told] == [150, 100]
+    page = (sweep / "compare" / "compare.md").read_text()
+    assert "| ddp 2 devices, 2 pieces | 32 | 2 of 3 | **0.7000** | 0.1414 | 0.3500 | **150** | 75% | - | 2.0 |" in page
+    assert "![](speed.png)" in page
+    assert "compare.md, compare.json, speed.png\n" in done.stdout
+    assert (sweep / "compare" / "speed.png").stat().st_size > 10_000
+
+
+def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path) -> None:
+    job(sweep / "11", 2, 0, 0.9, 300.0, lr=0.2)
+    assert compare(sweep, "--to", sweep / "there").returncode == 0
+    told = json.loads((sweep / "there" / "compare.json").read_text())
+    assert [(row["layout"], row["lr"], row["efficiency"]) for row in told] == [
+        ("ddp 2 devices, 2 pieces", "0.2", None),
+        ("ddp 2 devices, 2 pieces", "0.1", 0.75),
+        ("ddp 1 device", "0.1", 1.0),
+    ]
+
+
+def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
+    assert "left out" not in compare(sweep, "--to", sweep / "alone").stdout
+    for name in ("evaluation", "export"):
+        written(sweep / "others" / name, layout=LAYOUT | {"strategy": "single", "devices": 1, "pieces": 1})
+    assert "left out: 2 folders of what trained nothing\n" in compare(sweep, "--to", sweep / "beside").stdout
+    assert (sweep / "alone" / "compare.json").read_text() == (sweep / "beside" / "compare.json").read_text()
+    assert len(grouped(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
+
+
+def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:
+    job(tmp_path / "0", 1, 0, 0.5, 90.0)
+    job(tmp_path / "1", 1, 0, 0.0, 0.0, lr=-1, layout=None, status="failed", error="lr=-1: no")
+    job(tmp_path / "2", 99, 0, 0.0, 0.0, layout=None, status="failed", error="devices=99: no")
+    done = compare(tmp_path)
+    assert "\n1 (lr=-1): failed, lr=-1: no\n2 (lr=0.1): failed, devices=99: no\n" in done.stdout
+    job(tmp_path / "1", 2, 0, 0.6, 150.0)
+    done = compare(tmp_path)
+    assert "\n2: failed, devices=99: no\n" in done.stdout
+    assert "None" not in done.stdout
+
+
+def test_a_folder_without_runs(tmp_path: Path) -> None:
+    done = compare(tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no run folder" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train/loss", "train/loss_step"])  # Lightning's, of one that is logged twice
+def test_curves_of_a_run_that_went_on_later(tmp_path: Path, name: str) -> None:
+    """Stopped at step 3, continued an hour later from step 2: its clock stands still, and step 3 counts once."""
+    for start, steps in ((1000.0, (1, 2, 3)), (4600.0, (3, 4))):
+        writer = SummaryWriter(str(tmp_path / "tensorboard"))
+        for number, step in enumerate(steps):
+            writer.add_scalar(name, 10.0 * step + (start > 4000), step, walltime=start + number)
+        writer.close()
+    curve = read_curves(tmp_path, {"steps": 4, "samples_seen": 126})["train/loss"]
+    assert curve.values.tolist() == [10, 20, 31, 41]
+    assert curve.samples.tolist() == [31.5, 63, 94.5, 126]
+    assert np.diff(curve.seconds).max() <= 2
+
+
+def test_curves_and_memory_of_real_runs(tmp_path: Path) -> None:
+    options = (*TINY[:-1], "data.samples=200", "max_steps=12", "log_every=2", "threads=1")
+    run = Program(tmp_path / "outputs")(*options)
+    curves = read_curves(run.folder, run.summary)
+    assert curves["train/loss"].samples[-1] == run.summary["samples_seen"]
+    assert curves["val/acc"].values[-1] == pytest.approx(run.summary["metrics"]["val/acc"])
+    done = compare(run.folder)
+    (row,) = json.loads((run.folder / "compare" / "compare.json").read_text())
+    assert 0 < row["GiB"] < 10
+    for name in ("loss.png", "accuracy.png", "speed.png"):
+        assert name in done.stdout
+        assert (run.folder / "compare" / name).stat().st_size > 10_000

@@ -1,0 +1,107 @@
+"""scripts/parity.py: it passes what is the same, and fails where it can't see what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Program, Run
+from parity import layouts
+from trials.judging import MARGIN, Distances, allowed
+
+from lockstep.run.config import check
+from lockstep.run.library import compose
+
+TINY = (
+    "data=synthetic",
+    "data.samples=60",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "batch_size=16",
+    "accelerator=cpu",
+    "devices=2",
+    "accumulate_grad_batches=1",
+    "steps=4",
+    "test_samples=11",
+)
+
+
+@pytest.fixture
+def run_parity(tmp_path: Path) -> Program:
+    return Program(tmp_path / "outputs", "scripts/parity.py")
+
+
+def report(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.folder / "parity.json").read_text())
+    return found
+
+
+def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
+    run = run_parity(*TINY, "model.dropout=0.2")
+    rows = report(run)["rows"]
+    assert all(row["passed"] for row in rows)
+    by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices"]
+    assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
+    assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits", "same bits"]
+    assert by_kind["pieces"][0]["verdict"] == "legal: dropout, other pieces"
+    assert len(by_kind["control"]) == 4
+    assert all(row["verdict"].startswith("seen") for row in by_kind["control"])
+    assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
+    assert (run.folder / "parity.png").stat().st_size > 10_000
+    assert not list(run.folder.rglob("*.npz"))
+
+
+def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
+    run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
+    assert run.returncode == 1
+    assert "this comparison does not see: lr x 1.01" in run.stderr
+    assert "NOT SEEN" in run.stdout
+
+
+def test_the_layout_asked_for_is_compared_and_not_a_plain_one_in_its_place() -> None:
+    overrides = ("strategy=ddp", "devices=2", "accumulate_grad_batches=2", "strategy.compression=bf16")
+    raw = dict(compose("accelerator=cpu", *overrides))
+    found = list(layouts(check(raw), raw))
+    twos = [one["strategy"] for one in found if one["devices"] == 2 and one["strategy"]["name"] == "ddp"]
+    assert [strategy.get("compression") for strategy in twos] == ["bf16", None]  # the other one has uneven shares
+    assert found[1]["strategy"] == twos[0]
+
+
+def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Program) -> None:
+    run = run_parity(*TINY, "differences=true", "model.dropout=0.25", "accumulate_grad_batches=2", "steps=3")
+    found = run.folder / "differences.json"
+    rows = {row["pair"].partition(" (")[0]: row for row in json.loads(found.read_text())["rows"]}
+    order, cut, seed = rows["order of summation"], rows["another number of pieces"], rows["for scale: another seed"]
+    assert not order["effect"]["same_bits"]
+    assert order["effect"]["weights"] < 1e-5
+    assert order["left"]["same_bits"]
+    assert not cut["effect"]["same_bits"], "each piece drops other units"
+    assert cut["effect"]["weights"] > 100 * order["effect"]["weights"]
+    assert cut["left"]["weights"] < 1e-5
+    assert seed["effect"]["weights"] > 0.1
+    assert found.with_suffix(".md").read_text() in run.stdout
+
+
+def test_one_piece_is_refused(run_parity: Program) -> None:
+    run = run_parity(*TINY, "devices=1", ok=False)
+    assert run.returncode == 2
+    assert "pieces=1" in run.stderr
+    assert not run.folders
+
+
+def away(at_the_end: float, *curve: float) -> Distances:
+    return Distances(at_the_end, 0.0, 0.0, np.array(curve), np.zeros(len(curve)))
+
+
+def test_the_tolerance_holds_at_every_step() -> None:
+    tolerance = allowed([away(1e-3, 1e-7, 1e-6, 1e-6), away(1e-4, 0, 1e-5, 0)], roundoff=1e-9)
+    np.testing.assert_allclose(tolerance.weights_curve, MARGIN * np.array([1e-7, 1e-5, 1e-5]))  # it never shrinks
+    assert away(1e-3, 9e-7, 9e-5, 9e-5).leaves(tolerance) == 0
+    assert away(1e-3, 2e-6, 0, 0).leaves(tolerance) == 1
+    assert away(1e-3, 0, 2e-4, 0).leaves(tolerance) == 2
+    assert away(2e-2, 0, 0, 0).leaves(tolerance) == 3
+    assert away(0, 0, float("nan"), 0).leaves(tolerance) == 2

@@ -1,0 +1,129 @@
+"""scripts/search.py: a search that was killed goes on, others join in, and it leaves a config to use."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from conftest import Process, Program, Run, summary_of, wait_for
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from search import distribution
+
+from lockstep.arithmetic.layout import Refusal
+
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "threads=1", "logger=none")
+SPACE = ("lr=tag(log,interval(0.001,0.1))", "batch_size=32,33")
+
+
+def search(folder: Path) -> Program:
+    return Program(folder / "outputs", "scripts/search.py")
+
+
+def trials(folder: Path) -> dict[int, tuple[dict[str, Any], float | None]]:
+    """What was drawn and found, by trial."""
+    study = optuna.load_study(study_name="search", storage=f"sqlite:///{folder / 'study.db'}")
+    assert all(trial.state.is_finished() for trial in study.trials)
+    return {trial.number: (trial.params, trial.value) for trial in study.trials}
+
+
+def in_trial(process: Process, folder: Path, number: int) -> None:
+    """Waits until a trial has saved a checkpoint."""
+    wait_for((folder / str(number) / "checkpoints" / "last.ckpt").exists, process)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("search") / "s"
+    search(folder.parent)(*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=6")
+    return folder
+
+
+def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> None:
+    found = trials(undisturbed)
+    assert len({params["lr"] for params, _ in found.values()}) == 3
+    number = max(found, key=lambda each: found[each][1] or 0)
+    best = summary_of(undisturbed / str(number))
+    assert best["metrics"]["val/acc"] == found[number][1]
+    given = (f"--config-dir={undisturbed}", "experiment=best", "logger=none")
+    run_train(*given, "name=a")
+    run_train(*given, "name=b", "lr=0.02")
+    weights = [summary_of(next(run_train.outputs.glob(f"{name}/*")))["weights_sha256"] for name in "ab"]
+    assert weights[0] == best["weights_sha256"] != weights[1]
+
+
+def test_a_search_that_was_killed_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
+    folder, program = tmp_path / "s", search(tmp_path)
+    given = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=6")
+    process = program.start(*given)
+    in_trial(process, folder, 1)
+    process.kill()
+    run = program.finish(process)
+    assert run.returncode == -signal.SIGKILL, str(run)
+    run = program(*given)
+    assert trials(folder) == trials(undisturbed)
+    assert "[2 of 3] job 1 completed" in run.stderr
+    assert "job 0" not in run.stderr.split(" | best")[0], "what was made is not made again"
+    weights = [summary_of(each / "1")["weights_sha256"] for each in (folder, undisturbed)]
+    assert weights[0] == weights[1]
+
+
+def test_a_second_process_joins(tmp_path: Path) -> None:
+    folder, program = tmp_path / "s", search(tmp_path)
+    given = (*TINY, *SPACE, f"folder={folder}", "trials=4", "max_epochs=40")
+    processes = [program.start(*given)]
+    in_trial(processes[0], folder, 0)
+    processes.append(program.start(*given))
+    runs = [program.finish(process) for process in processes]
+    made = [re.findall(r"job (\d) completed", run.stderr) for run in runs]
+    assert all(made), "one of them made all trials"
+    assert sorted(made[0] + made[1]) == list("0123") == sorted(map(str, trials(folder)))
+
+
+def refused(run: Run) -> str:
+    assert (run.returncode, "Traceback" in run.stderr) == (2, False), str(run)
+    return run.stderr.splitlines()[-1]
+
+
+def test_what_no_trial_can_mend_ends_the_search(tmp_path: Path) -> None:
+    said = refused(search(tmp_path)("lr=interval(0.01,0.1)", "pieces=2", "batch_size=31", "trials=50", ok=False))
+    assert said.startswith("error: the first 3 trials were refused: batch_size=31")
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_trial_that_is_refused_is_not_the_end(tmp_path: Path) -> None:
+    given = ("batch_size=33,32", "pieces=2", "max_epochs=1", f"folder={tmp_path / 's'}", "trials=4")
+    run = search(tmp_path)(*TINY, *given)
+    found = trials(tmp_path / "s")
+    assert {(params["batch_size"], value is None) for params, value in found.values()} == {(33, True), (32, False)}
+    assert "failed: batch_size=33" in run.stderr
+
+
+def test_nothing_to_search_is_refused(tmp_path: Path) -> None:
+    assert "nothing to search" in refused(search(tmp_path)("lr=0.1", ok=False))
+    assert "trials=many" in refused(search(tmp_path)("trials=many", "lr=0.1,0.2", ok=False))
+
+
+@pytest.mark.parametrize(
+    ("override", "drawn"),
+    [
+        ("lr=interval(0.001,0.3)", FloatDistribution(0.001, 0.3)),
+        ("lr=tag(log,interval(0.001,0.3))", FloatDistribution(0.001, 0.3, log=True)),
+        ("n=int(interval(4,32))", IntDistribution(4, 32)),
+        ("b=32,64", CategoricalDistribution([32, 64])),
+        ("o=choice(sgd,adamw)", CategoricalDistribution(["sgd", "adamw"])),
+        ("n=range(1,8,2)", IntDistribution(1, 7, step=2)),
+        ("d=range(0.0,1.0,0.25)", FloatDistribution(0.0, 0.75, step=0.25)),
+    ],
+)
+def test_hydras_words_for_a_space(override: str, drawn: Any) -> None:
+    assert distribution(OverridesParser.create().parse_override(override)) == drawn
+
+
+def test_a_space_that_can_not_be_drawn() -> None:
+    with pytest.raises(Refusal, match=r"lr=.*log"):
+        distribution(OverridesParser.create().parse_override("lr=tag(log,interval(0,1))"))

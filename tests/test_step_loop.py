@@ -1,0 +1,436 @@
+"""The loop that makes steps of pieces, against Lightning's own: same hooks in the same order, same weights, same logs.
+
+It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
+from lockstep.loading.augment import Augment
+from lockstep.step.batch import StepBatch
+from lockstep.step.finite import FiniteGradientCheck, NonFinite
+from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.loop import StepTrainer
+from lockstep.step.strategies import make_strategy
+
+SAMPLES, BATCH = 22, 8  # the last step has 6
+HOOKS = [
+    name
+    for name in dir(pl.Callback)
+    if name.startswith("on_") and not name.endswith(("_checkpoint", "_exception")) and "test" not in name
+]
+
+
+class Net(pl.LightningModule):
+    """As in Lightning's tutorial."""
+
+    def __init__(self, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        middle = [nn.BatchNorm1d(6)] if norm else []
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), *middle, nn.Dropout(dropout), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Recorder(pl.Callback):
+    """Writes down which hook was called, and when."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in HOOKS:
+            return lambda trainer, *args, **kwargs: self.calls.append(f"{name} {trainer.global_step}")
+        return super().__getattribute__(name)
+
+
+class Loud(Net):
+    """Its own hooks are told apart by what they see: the step, and the hook that Lightning says is running."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(norm=True)
+        self.calls = calls
+
+
+def _loud(name: str) -> Any:
+    def hook(self: Loud, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(f"module {name} {self._current_fx_name} {self.trainer.global_step} {len(args)}")
+
+    return hook
+
+
+for hook in HOOKS:
+    if hasattr(pl.LightningModule, hook) and hook != "on_validation_model_zero_grad":
+        setattr(Loud, hook, _loud(hook))
+
+
+class Logs(pl.loggers.Logger):
+    """Keeps what it is given."""
+
+    name, version = "logs", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append(f"{step} {sorted(metrics.items())}")
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def splits() -> Splits:
+    random = np.random.default_rng(1)
+    data = ArrayDataset(random.integers(0, 256, (SAMPLES, 1, 4, 4), dtype=np.uint8), random.integers(0, 3, SAMPLES))
+    return Splits(data, data, data, Spec(1, 4, ("a", "b", "c"), (0.5,), (0.25,)), "none", Augment())
+
+
+class Whole(DataModule):
+    """Gives Lightning's own loop what ours gives to `training_step`: the step's only piece."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (
+            self.finish(batch.micro_batches[0])
+            if isinstance(batch, StepBatch)
+            else super().on_after_batch_transfer(batch, 0)
+        )
+
+
+def fit(
+    folder: Path,
+    module: pl.LightningModule,
+    ours: bool,
+    pieces: int = 1,
+    exact: bool = False,
+    policy: str = "stop",
+    later: bool = False,
+    graphs: bool = False,
+    **options: Any,
+) -> Any:
+    layout = resolve(
+        strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=BATCH, pieces=pieces, exact=exact
+    )
+    recorder = Recorder()
+    if isinstance(module, Loud):
+        module.calls = recorder.calls
+    options = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "callbacks": [recorder],
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+        "max_epochs": 2,
+        "logger": False,
+        **options,
+    }
+    strategy = make_strategy(layout, {})
+    if ours:
+        gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
+        trainer: pl.Trainer = StepTrainer(gradients, FiniteGradientCheck(policy, 1, later), 3, graphs, **options)
+    else:
+        trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
+    trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))
+    return trainer, recorder.calls
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for value in module.state_dict().values()])
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_clip_val": 0.1},
+    {"val_check_interval": 2, "max_steps": 5},
+    {"max_steps": 4, "limit_val_batches": 0},  # else ours alone has a validation there
+    {"check_val_every_n_epoch": 2},
+    {"limit_train_batches": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any]) -> None:
+    ours, theirs = Loud([]), Loud([])
+    trainer, calls = fit(tmp_path, ours, ours=True, logger=Logs(), log_every_n_steps=2, **options)
+    plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
+    assert calls == expected
+    assert "on_before_optimizer_step 0" in calls
+    assert trainer.logger.lines == [counted(line) for line in plain.logger.lines]
+    assert torch.equal(weights(ours), weights(theirs))
+    assert trainer.global_step == plain.global_step
+    assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
+    for name, value in plain.callback_metrics.items():
+        assert torch.equal(trainer.callback_metrics[name], value), name
+    assert trainer.fit_loop.state_dict() == plain.fit_loop.state_dict()
+
+
+def counted(line: str) -> str:
+    """What Lightning logs, at the step that it is of: Lightning counts that step later."""
+    step, said = line.split(" ", 1)
+    return f"{int(step) + 1} {said}"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"val_check_interval": 100}, [6]),
+        ({"val_check_interval": 3}, [3, 6]),
+        ({"val_check_interval": 100, "max_steps": 4}, [4]),  # in the middle of an epoch
+        ({"val_check_interval": 3, "max_steps": 4, "check_val_every_n_epoch": 1}, [3, 4]),
+    ],
+)
+def test_validation_comes_after_the_last_step_too(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    def validated(ours: bool) -> list[int]:
+        _, calls = fit(tmp_path, Net(), ours, **{"check_val_every_n_epoch": None, **options})
+        return [int(call.split()[1]) for call in calls if call.startswith("on_validation_start ")]
+
+    assert validated(ours=True) == expected
+    every = options["val_check_interval"]
+    assert validated(ours=False) == [step for step in expected if step % every == 0], "the control: Lightning's"
+
+
+class Tells(Net):
+    """Returns more than its loss, and keeps what it is told of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        right = (logits.argmax(1) == batch[1]).double().mean()
+        return {"loss": F.cross_entropy(logits, batch[1]), "acc": right, "size": len(logits), "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(batch, StepBatch)
+        assert all(value.shape == () and not value.requires_grad for value in outputs.values())
+        self.told.append({name: float(value) for name, value in outputs.items()})
+
+
+def test_a_step_tells_means_over_its_samples(tmp_path: Path) -> None:
+    whole, cut = Tells().double(), Tells().double()
+    fit(tmp_path, whole, ours=True)
+    fit(tmp_path, cut, ours=True, pieces=4)
+    for one, four in zip(whole.told, cut.told, strict=True):
+        assert list(one) == list(four) == ["loss", "acc", "size"]  # numbers only
+        assert (one["loss"], one["acc"]) == pytest.approx((four["loss"], four["acc"]), rel=1e-6)
+    assert [told["size"] for told in cut.told[:3]] == pytest.approx([2, 2, (2 * 2 + 2 * 2 + 1 + 1) / 6])
+
+
+class Leaves(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Forgets(Net):
+    def optimizer_step(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [(Leaves, "training_step returned NoneType: a piece"), (Forgets, "optimizer_step of Forgets did not call")],
+)
+def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
+    with pytest.raises(Refusal, match=said):
+        fit(tmp_path, net(), ours=True)
+
+
+class ByEpoch(Net):
+    """Its learning rate falls with epochs, its batches have no number, and its loss comes in a dict."""
+
+    def training_step(self, batch: Any) -> dict[str, Any]:  # type: ignore[override]
+        loss = super().training_step(batch, 0)
+        return {"loss": loss, "seen": len(batch[0])}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
+
+
+class Clips(Net):
+    """Clips by itself, and ends its second epoch early."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="value")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 and batch_idx == 1 else None
+
+
+class Plateau(Net):
+    """Its learning rate follows a metric."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": schedule, "monitor": "train/loss_step", "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Steps(Net):
+    """Makes the optimizer step itself."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (batch_idx + 1)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@pytest.mark.parametrize("net", [ByEpoch, Clips, Plateau, Steps])
+def test_what_a_module_brings_is_used(tmp_path: Path, net: Any) -> None:
+    ours, theirs, control = net(), net(), Net()
+    _, calls = fit(tmp_path, ours, ours=True, max_epochs=3)
+    _, expected = fit(tmp_path, theirs, ours=False, max_epochs=3)
+    fit(tmp_path, control, ours=True, max_epochs=3)
+    assert calls == expected
+    assert torch.equal(weights(ours), weights(theirs))
+    assert not torch.equal(weights(ours), weights(control))
+
+
+def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
+    _, one = fit(tmp_path, Net(), ours=True)
+    _, four = fit(tmp_path, Net(), ours=True, pieces=4)
+    backward = [call for call in four if "backward" in call]
+    assert len(backward) == 4 * len([call for call in one if "backward" in call])
+    # a validation set is cut into at least as many chunks as a step has pieces
+    rest = [
+        [call for call in calls if "backward" not in call and "validation_batch" not in call] for calls in (one, four)
+    ]
+    assert rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_pieces_make_the_same_step(tmp_path: Path, exact: bool) -> None:
+    one, four, other = Net().double(), Net().double(), Net().double()
+    first, _ = fit(tmp_path, one, ours=True)
+    second, _ = fit(tmp_path, four, ours=True, pieces=4, exact=exact)
+    fit(tmp_path, other, ours=True, pieces=4, max_epochs=1)
+    assert float((weights(one) - weights(four)).norm() / weights(one).norm()) < (1e-11 if exact else 1e-14)
+    assert float((weights(one) - weights(other)).norm() / weights(one).norm()) > 1e-4  # the control
+    name = "train/loss_epoch"  # weighted by each piece's samples, also where the last step's pieces are uneven
+    assert float(first.callback_metrics[name]) == pytest.approx(float(second.callback_metrics[name]), rel=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
+    """`momentum=None`: and those of a run the mean over its steps."""
+    module = Net(norm=True)
+    norm: Any = module.net[2]
+    norm.momentum = momentum
+    seen: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda layer, args, _: seen.append(args[0].mean(0)) if layer.training else None)
+    fit(tmp_path, module, ours=True, pieces=2, max_epochs=1)
+    expected = torch.zeros(6)
+    for number, step in enumerate(torch.stack(seen).view(3, 2, -1).mean(1), 1):
+        expected = expected.lerp(step, momentum or 1 / number)
+    assert torch.allclose(norm.running_mean, expected, atol=1e-6)
+    assert int(norm.num_batches_tracked) == 3
+
+
+def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:
+    first, again, other = Net(dropout=0.5), Net(dropout=0.5), Net(dropout=0.5)
+    fit(tmp_path, first, ours=True, pieces=4)
+    torch.rand(100)  # whatever happened to the global generator
+    fit(tmp_path, again, ours=True, pieces=4)
+    fit(tmp_path, other, ours=True, pieces=2)
+    assert torch.equal(weights(first), weights(again))
+    assert not torch.allclose(weights(first), weights(other))
+
+
+class Broken(Net):
+    """Its loss is not finite in one step, nor is what its layers have seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.global_step == 1:
+            batch = (batch[0] * float("nan"), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("later", "steps", "known"), [(False, -1, 1), (True, -1, 2), (True, 2, 1)])
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, later: bool, steps: int, known: int) -> None:
+    """On a GPU a step later, since the host does not wait for the device at each step; but not after the last."""
+    module = Broken()
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*; loss of the samples \d+, "):
+        fit(tmp_path, module, ours=True, pieces=2, later=later, max_steps=steps)
+    assert module.trainer.global_step == known
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_step_left_out_changes_nothing(tmp_path: Path, pieces: int) -> None:
+    """Neither weights nor running statistics."""
+    once, module = Broken(norm=True), Broken(norm=True)
+    fit(tmp_path, once, ours=True, pieces=pieces, max_steps=1)
+    trainer, _ = fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
+    assert trainer.global_step == 2
+    assert torch.equal(weights(module), weights(once))
+    assert not torch.equal(weights(once), weights(Broken(norm=True)))
+
+
+class Overflows(Net):
+    """Its gradient is not finite, at any scale, though its loss is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + (next(self.parameters()).flatten()[0] * 0).abs().sqrt()
+
+
+def scaled(start: float = 2.0**16) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=start))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_loss_scaler_does_not_hide_what_is_not_finite(tmp_path: Path, later: bool) -> None:
+    with pytest.raises(NonFinite, match=r"step 2: the gradient is not finite.*; loss of the samples \d+, .*=skip"):
+        fit(tmp_path, Broken(), ours=True, pieces=2, later=later, plugins=[scaled()])
+    with pytest.raises(NonFinite, match=r"step 1\d: .* every loss was finite, at a loss scale of 3e-05 too; precision"):
+        fit(tmp_path, Overflows(), ours=True, later=later, max_epochs=20, plugins=[scaled(2.0**-2)])
+
+
+class Still(Net):
+    """Its normalisation is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        nn.init.uniform_(self.net[2].running_mean)  # type: ignore[arg-type]
+
+    def on_train_epoch_start(self) -> None:
+        self.net[2].eval()
+
+
+def test_running_statistics_that_are_frozen_stay(tmp_path: Path) -> None:
+    module, fresh = Still(), Still()
+    fit(tmp_path, module, ours=True, pieces=8, exact=True, max_epochs=8)
+    before, after = fresh.net[2].state_dict(), module.net[2].state_dict()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(before[name], after[name]), name
+    assert not torch.equal(before["weight"], after["weight"])

@@ -1,0 +1,231 @@
+"""A user's own LightningModule, as in Lightning's tutorial: what it may do, how it goes on, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Program, Run, apart
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from own_runs import DDP, DP, LAYOUTS, go_on, same_bits, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run import cli
+from lockstep.run.build import make_loggers
+from lockstep.run.config import check
+from lockstep.run.instantiate import instantiate
+from lockstep.run.library import compose
+from lockstep.run.resume import key
+
+SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
+
+
+# --- what a module may do on every layout -----------------------------------------------------------------------------
+
+
+def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Path) -> None:
+    """As on one device: whether they are changed in place or replaced."""
+    runs = [train(project, tmp_path / n, "Buffers", "max_epochs=1", "pieces=4", *LAYOUTS[n]) for n in ("one", "dp")]
+    one, dp = (torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in runs)
+    assert one["seen"] == dp["seen"] == 81
+    assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
+    assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
+    assert one["norm.running_mean"].abs().max() > 1e-3
+    for name in ("norm.running_mean", "norm.running_var"):
+        torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
+
+
+def test_outputs_in_a_named_tuple_come_from_scattered_devices(project: Path, tmp_path: Path) -> None:
+    one, dp = (train(project, tmp_path / n, "Named", "max_epochs=1", *LAYOUTS[n]) for n in ("one", "dp"))
+    assert apart(dp, one) < 1e-10
+
+
+def test_more_ranks_than_validation_samples(project: Path, tmp_path: Path) -> None:
+    """No rank waits for one that has no sample, and what is counted in training meanwhile stays."""
+    few = ("data.val_fraction=0.03", "strategy=ddp", "devices=4", "pieces=8", "val_every=3", "hang_timeout=20")
+    metrics = train(project, tmp_path, "Counts", *few).summary["metrics"]
+    assert metrics["train/seen"] == 87
+    assert 3 * metrics["val/acc"] == pytest.approx(round(3 * metrics["val/acc"])), "of three samples"
+
+
+def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
+    run = train(project, tmp_path, "NoTest", "max_epochs=1", "callbacks.checkpoint.monitor=null")
+    assert (run.summary["status"], list(run.summary["metrics"])) == ("completed", ["train/loss"])
+
+
+def test_mixed_labels_and_weighted_classes_of_a_classifier(project: Path, tmp_path: Path) -> None:
+    options = ("precision=32-true", "lr=0.05")
+    mixed, plain = (train(project, tmp_path / n, n, *options) for n in ("MixedClassifier", "MnistCNN"))
+    assert mixed.summary["metrics"]["test/acc"] == plain.summary["metrics"]["test/acc"]
+
+
+# --- what goes on after a stop ----------------------------------------------------------------------------------------
+
+
+def test_what_it_logs_stands_once_after_a_kill(project: Path, tmp_path: Path) -> None:
+    task = ("logger=tensorboard", "log_every=1", "checkpoint_every=5", "pieces=1", "max_epochs=3")
+    undisturbed = train(project, tmp_path / "undisturbed", "Cut", *task)
+    run = train(project, tmp_path / "cut", "Cut", *task, cut="SIGKILL", ok=False)
+    assert run.returncode == 1, str(run)
+    assert [step for step, _ in train_loss(run)] == list(range(1, 7))
+    go_on(project, run)
+    assert [step for step, _ in train_loss(run)] == list(range(1, 13))
+    assert train_loss(run) == train_loss(undisturbed)
+
+
+def train_loss(run: Run) -> list[tuple[int, float]]:
+    """The curve of `train_loss` as TensorBoard shows it."""
+    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train_loss")]
+
+
+def test_what_an_epoch_began_with_is_there_when_it_goes_on(project: Path, tmp_path: Path) -> None:
+    task = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # killed in step 7, of four an epoch
+    whole = train(project, tmp_path / "whole", "Curriculum", *task)
+    cut = train(project, tmp_path / "cut", "Curriculum", *task, cut="SIGKILL", ok=False)
+    assert cut.returncode == 1, str(cut)
+    assert same_bits(go_on(project, cut), whole)
+
+
+def test_a_schedule_that_follows_a_metric_by_steps_goes_on(project: Path, tmp_path: Path) -> None:
+    monitor = ("+model.monitor=val/acc", "val_every=2", "callbacks.checkpoint.monitor=null")
+    task = (*monitor, "checkpoint_every=4", "data.samples=300", "pieces=1", "max_epochs=1")
+    whole = train(project, tmp_path / "whole", "StepPlateau", *task, "+model.every=2")
+    fixed = train(project, tmp_path / "fixed", "StepPlateau", *task, "+model.every=1000")
+    cut = train(project, tmp_path / "cut", "StepPlateau", *task, "+model.every=2", cut="SIGKILL", ok=False)
+    assert cut.returncode == 1, str(cut)
+    run = go_on(project, cut)
+    assert "resumes after step 4" in run.stderr
+    assert same_bits(run, whole)
+    assert not same_bits(run, fixed)
+
+
+def test_a_network_that_is_made_late_goes_on(project: Path, tmp_path: Path) -> None:
+    whole = train(project, tmp_path / "whole", "Lazy", "max_epochs=3")
+    cut = train(project, tmp_path / "cut", "Lazy", "max_epochs=3", "max_steps=3")
+    assert same_bits(go_on(project, cut, "max_steps=null"), whole)
+
+
+def test_a_run_that_a_callback_ended_has_ended(project: Path, tmp_path: Path) -> None:
+    run = train(project, tmp_path, "LitDigits", "+callbacks.stopping._target_=mine.Stopping", "max_epochs=9")
+    before = run.summary
+    assert before["steps"] == 8, "of two epochs, since nothing is better than the first by 10"
+    again = go_on(project, run).summary
+    assert (again["steps"], again["weights_sha256"]) == (8, before["weights_sha256"])
+    assert go_on(project, run, "max_epochs=10").summary["steps"] == 12  # asked for, until the next check
+
+
+def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when that is cut short."""
+    config = check(dict(compose("logger=csv")))
+    (first,) = make_loggers(config, tmp_path, 0)
+    for step in (1, 2, 3):
+        first.log_metrics({"loss": float(step)}, step)
+    first.save()
+
+    def killed(writer: ExperimentWriter) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ExperimentWriter, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make_loggers(config, tmp_path, 2)
+    for _ in range(2):
+        make_loggers(config, tmp_path, 2)
+        rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").read_text().splitlines()))
+        assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.0"), ("2", "2.0")]
+
+
+# --- what is refused, and what is said --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        # before anything starts: no folder is left
+        ("Twice", (), "configure_optimizers returned several optimizers: a step has one"),
+        ("Keeps", ("precision=32-true",), "mine.Keeps: its hyperparameters hold net (Flatten), and a checkpoint holds"),
+        ("LitDigits", ("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change noth"),
+        ("LitDigits", ("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change noth"),
+        ("OwnData", (), "mine.OwnData: its train_dataloader would not be asked"),
+        ("LitDigits", (SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
+        ("AfterBackward", (), "its on_after_backward would see the gradient of a piece"),
+        ("Moves", (), "its transfer_batch_to_device would see a whole step instead of a batch"),
+        # in the first steps
+        ("Spare", DDP, "no gradient has reached spare.weight, spare.bias"),
+        ("Sometimes", (*DDP, "pieces=4"), "no gradient has reached head.weight, head.bias in a step's last piece"),
+        ("Gathers", (*DDP, "pieces=3", "hang_timeout=20"), "training_step can't gather from other ranks"),
+        ("Shares", (*DDP, "pieces=3", "hang_timeout=20"), "training_step can't log with sync_dist=True"),
+        ("Past", DP, "training_step must call self(x), not a layer of its own"),
+        ("WholeLoss", DP, "forward() returned one number for a whole piece"),
+        ("Views", DP, "training_step calls forward() more than once"),
+    ],
+)
+def test_what_would_be_ignored_or_wrong_is_refused(
+    project: Path, tmp_path: Path, name: str, options: tuple[str, ...], says: str
+) -> None:
+    run = train(project, tmp_path, name, *options, ok=False)
+    assert run.returncode == 2, str(run)
+    assert says in run.stderr
+    assert not run.folders or options[:2] in (DDP, DP)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "refused"),
+    [
+        ("OwnOptimizer", "scheduler=cosine", True),
+        ("Helped", "optimizer.weight_decay=0.3", False),
+    ],
+)
+def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
+    project: Path, tmp_path: Path, name: str, given: str, refused: bool
+) -> None:
+    run = train(project, tmp_path, name, "precision=32-true", "max_steps=1", given, ok=not refused)
+    if refused:
+        assert run.returncode == 2, str(run)
+        group = key(given).partition(".")[0]
+        assert f"{key(given)}: the configure_optimizers of mine.{name} does not use self.{group}, so" in run.stderr
+
+
+def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_path: Path) -> None:
+    run = train(project, tmp_path, "OneFails", *DDP, ok=False)
+    assert run.returncode == 1, str(run)
+    assert run.summary["status"] == "failed"
+    assert "rank 1 failed: ValueError: the file that is broken" in run.summary["error"]
+
+
+def test_an_evaluation_that_takes_long_is_not_silent(project: Path, tmp_path: Path) -> None:
+    run = train(project, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=600")  # 120 to be tested
+    evaluate = Program(tmp_path / "evaluated", str(project / "src" / "evaluate.py"))
+    task = (f"checkpoint={run.folder}", "batch_size=12", "+hang_timeout=4", "accelerator=cpu")  # 10 batches of 0.6 s
+    found = evaluate(*task, "+model._target_=mine.SlowTest", cwd=project, env={"SLOW": "0.6"})
+    assert found.summary["metrics"]["test/acc"] == run.summary["metrics"]["test/acc"]
+
+
+@pytest.mark.parametrize(
+    ("program", "target", "error", "says"),
+    [
+        ("import nowhere.at_all", "own.Net", Refusal, "own.Net: own imports nowhere, which is not installed"),
+        ("import torch; torch.nowhere", "own.Net", AttributeError, ".*'torch' has no attribute 'nowhere'"),
+        ("", "own.Net", Refusal, "own.Net: own has no Net"),
+        ("", "own.nets.Net", Refusal, "own.nets.Net: there is no module own.nets"),
+        ('def net():\n    {}["label"]', "own.net", KeyError, r"KeyError: 'label' \(\S+own\.py:2 in net; HYDRA_FULL_"),
+        ("def net():\n    assert 1 > 2", "own.net", AssertionError, r"AssertionError \(\S+own\.py:2 in net; "),
+        ("def net():\n    if True", "own.net", SyntaxError, r"SyntaxError: expected ':' \(own\.py, line 2\) \("),
+    ],
+)
+def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, target: str, error: type[Exception], says: str
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "own.py").write_text(program + "\n")
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises(error) as caught:
+        instantiate("model", {"_target_": target})
+    assert re.search(says, str(caught.value) if error is Refusal else cli.line(caught.value))
