@@ -28,12 +28,19 @@ from pathlib import Path
 LIBRARIES = (
     "hydra._internal.hydra",
     "lightning.pytorch",
+    "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
     "optuna",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "pydantic.dataclasses",
+    "pydantic.json_schema",
+    "tensorboard.plugins.hparams.plugin_data_pb2",
     "torch.distributed.launcher.api",
     "torch.utils.tensorboard",
     "torchmetrics.classification",
     "torchvision",
+    "tqdm.contrib.logging",
 )
 
 

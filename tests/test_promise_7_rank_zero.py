@@ -175,13 +175,6 @@ def test_a_grid_is_refused_before_its_first_job(run_train: Program, overrides: s
 # Workers that exist already, and several machines
 
 
-def test_a_layout_that_is_not_torchruns_is_refused(tmp_path: Path) -> None:
-    run = Program(tmp_path / "outputs", launcher=TORCHRUN)(*SHORT, "devices=1", ok=False)
-    assert run.returncode != 0
-    assert re.search("^error: 2 workers exist, .*needs 1: .*devices x num_nodes = 2$", run.stderr, re.MULTILINE)
-    assert run.folders == []
-
-
 def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path) -> None:
     options = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "devices=2", "logger=none")
     undisturbed = Program(tmp_path / "undisturbed")(*options).summary

@@ -27,8 +27,8 @@ COLUMNS = 6  # of mistakes
 
 class Pictures(Callback):
     """Shows on TensorBoard, of each validation and of the test, the accuracy of each class (`val_class/<class>`); and
-    after the test, after the run's last validation, and after others now and then the confusion matrix and the worst
-    mistakes.
+    after the test, or where there is none after the last validation, and after others now and then the confusion matrix
+    and the worst mistakes.
 
     It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
     gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
@@ -88,7 +88,8 @@ class Pictures(Callback):
         with aside(trainer):
             confusion = self._confusion.compute().cpu()
             due = trainer.strategy.broadcast(time.monotonic() >= self._next)
-            drawn = due or split == "test" or is_last_step(trainer)
+            untested = trainer.datamodule.splits.test is None  # type: ignore[attr-defined]
+            drawn = split == "test" or due or (untested and is_last_step(trainer))
             if drawn:
                 self._mistakes.gather(trainer)
             if not trainer.is_global_zero or not confusion.any():

@@ -32,6 +32,7 @@ class Ended:
 
 def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int) -> Any:
     """The first function of a worker process."""
+    tempfile.tempdir = None  # its parent's folder goes with the run; kernels that are compiled here are to be kept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, record_signal)
