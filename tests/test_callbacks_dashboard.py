@@ -55,9 +55,9 @@ class Board:
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run on two workers, with histograms, that goes on for an epoch after its end."""
     program = Program(tmp_path_factory.mktemp("board") / "outputs")
-    options = (*TINY, "strategy=ddp", "devices=2", "log_every=2", "callbacks.dashboard.histograms=true")
-    options += ("callbacks.pictures.seconds=0",)
-    run = program(*options, "max_epochs=2")
+    options = (*TINY, "strategy=ddp", "devices=2", "log_every=2")
+    shown = ("callbacks.dashboard.histograms=true", "callbacks.pictures.seconds=0")
+    run = program(*options, *shown, "max_epochs=2")
     return program(f"resume={run.folder}", "max_epochs=3")
 
 
