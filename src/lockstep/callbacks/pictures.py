@@ -87,9 +87,9 @@ class Pictures(Callback):
         split = _split(trainer)
         with aside(trainer):
             confusion = self._confusion.compute().cpu()
-            due = trainer.strategy.broadcast(time.monotonic() >= self._next)
             untested = trainer.datamodule.splits.test is None  # type: ignore[attr-defined]
-            drawn = split == "test" or due or (untested and is_last_step(trainer))
+            sure = split == "test" or (untested and is_last_step(trainer))
+            drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)
             if drawn:
                 self._mistakes.gather(trainer)
             if not trainer.is_global_zero or not confusion.any():

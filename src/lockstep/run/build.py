@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -172,7 +171,7 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
         make = partial(make, purge_step=step + 1)
     logger = call("logger", make)
-    if isinstance(logger, CSVLogger) and step and os.environ.get("RANK", "0") == "0":
+    if isinstance(logger, CSVLogger) and step and environment().rank == 0:
         _keep_rows(logger, step)
     return [logger]
 
