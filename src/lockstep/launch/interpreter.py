@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lockstep.launch.environment import external_workers
+from lockstep.launch.group import leave_group
 
 
 def import_quickly() -> None:
@@ -61,6 +62,8 @@ def leave(code: int) -> NoReturn:
     """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
     worker, which may hold more than files and memory, is taken apart as usual."""
     if external_workers():
+        if not code:
+            leave_group()  # of a run that failed, others may wait in it: the reason would come after lost connections
         gc.unfreeze()  # else what C++ made looks leaked, and its libraries say so
         sys.exit(code)
     logging.shutdown()

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.launch.environment import SCRATCH, environment, export
+from lockstep.launch.meeting import Guest, Keeper
 
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
 WAITS = -1  # in place of the micro-batch, see `patient`
@@ -118,8 +119,9 @@ def _children(parent: int) -> set[str] | None:
 class _Watch:
     """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
 
-    def __init__(self, table: NDArray[np.float64], timeout: float, alone: bool) -> None:
-        self.table, self.timeout, self.alone = table, timeout, alone
+    def __init__(self, table: NDArray[np.float64], timeout: float, meeting: Keeper | Guest | None) -> None:
+        self.table, self.timeout, self.meeting = table, timeout, meeting
+        self.asked = False  # whether the workers were asked to end, for a machine that came back
         self.pause = min(1.0, timeout / 4)
         self.found: dict[int, str] = {}
         self.done = threading.Event()
@@ -140,11 +142,29 @@ class _Watch:
                 os.kill(self.parent, signal.SIGQUIT)
                 return
             self._end_silent(looked)
+            if self.meeting is not None:
+                self._follow(self.meeting)
+
+    def _follow(self, meeting: Keeper | Guest) -> None:
+        """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
+        if trouble := meeting.trouble():
+            self._signal(signal.SIGKILL, trouble)
+        elif (back := meeting.returning()) and not self.asked:
+            self.asked = True
+            print(f"machine {back} is here: saving, to go on with it", file=sys.stderr)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: int, why: str = "") -> None:
+        for pid in {int(pid) for when, _, _, pid in self.table.tolist() if when}:
+            if why:
+                self.found[pid] = why
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     def _orphaned(self) -> bool:
         """Whether the agent has waited long enough for workers that are gone."""
         children = _children(self.parent)
-        if not self.alone or children is None or children - self.others:
+        if children is None or children - self.others:
             self.busy = time.monotonic()
         return time.monotonic() - self.busy > ORPHANED
 
@@ -172,21 +192,22 @@ class _Watch:
 
 
 @contextmanager
-def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> Iterator[dict[int, str]]:
+def watching(
+    folder: str, workers: int, timeout: float, meeting: Keeper | Guest | None = None
+) -> Iterator[dict[int, str]]:
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 
     Args:
         folder: the run's scratch folder, where the beats are kept in a small file.
         workers: worker processes of this machine.
         timeout: seconds without a beat of the least advanced worker.
-        alone: no other machine takes part, for whose workers the agent might wait; without workers of its own it is
-            then ended by SIGQUIT, which it turns into an exception.
+        meeting: where there are several machines, what tells of the others.
 
     Yields what was found: a message for each pid that was ended.
     """
     table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(workers, 4))
     export(**{SCRATCH: folder})
-    watch = _Watch(table, timeout, alone)
+    watch = _Watch(table, timeout, meeting)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
     try:

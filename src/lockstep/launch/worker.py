@@ -15,8 +15,10 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog
-from lockstep.launch.environment import environment
+from lockstep.launch.endings import PeerLost
+from lockstep.launch.environment import environment, export
 from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
+from lockstep.launch.meeting import Place
 from lockstep.launch.processes import alive, end_children, set_parent_death_signal
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
 
@@ -30,8 +32,10 @@ class Ended:
         self.signum = signum
 
 
-def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int) -> Any:
+def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int, place: Place | None) -> Any:
     """The first function of a worker process."""
+    if place is not None:
+        _take(place)
     tempfile.tempdir = None  # its parent's folder goes with the run; kernels that are compiled here are to be kept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -42,7 +46,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     set_parent_death_signal(parent)
     watchdog.join(environment().local_rank)
     try:
-        if environment().world_size > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
+        if environment().world_size > 1:
             _all_forked()
             join_group(layout)
         try:
@@ -64,10 +68,23 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
             os._exit(1)
         if is_peer_failure(error):
             time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
+            raise PeerLost("lost the connection to another worker") from error
         raise
     finally:
         watchdog.leave()
         end_children()
+
+
+def _take(place: Place) -> None:
+    """A worker's rank among those of all machines, for whoever asks the environment; its agent knows this one's."""
+    export(
+        RANK=str(place.machine * place.devices + environment().local_rank),
+        WORLD_SIZE=str(place.machines * place.devices),
+        GROUP_RANK=str(place.machine),
+        GROUP_WORLD_SIZE=str(place.machines),
+        MASTER_ADDR=place.address,
+        MASTER_PORT=str(place.port),
+    )
 
 
 def _leave_soon(signum: int, frame: FrameType | None) -> None:
