@@ -6,6 +6,7 @@ Linux and root only. A link can be limited to a rate, cut and mended; a machine 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -61,14 +62,21 @@ class Machines:
     def address(self, index: int) -> str:
         return f"{NETWORK}.{index + 1}"
 
-    def command(self, index: int, command: Sequence[str]) -> list[str]:
-        """What runs `command` on the machine, under its name; its pid is the command's own."""
-        named = f'hostname {self.names[index]} && exec "$@"'
+    def command(self, index: int, command: Sequence[str], hidden: Sequence[str | Path] = ()) -> list[str]:
+        """What runs `command` on the machine, under its name; its pid is the command's own.
+
+        Args:
+            hidden: folders that other machines have: empty there, and gone with the command.
+        """
+        mounts = "".join(f"mount -t tmpfs none {shlex.quote(str(folder))} && " for folder in hidden)
+        named = f'{mounts}hostname {self.names[index]} && exec "$@"'
         return ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
-    def start(self, index: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, index: int, command: Sequence[str], hidden: Sequence[str | Path] = (), **options: Any
+    ) -> subprocess.Popen[str]:
         """The command, started there; `options` are Popen's."""
-        return subprocess.Popen(self.command(index, command), text=True, **options)
+        return subprocess.Popen(self.command(index, command, hidden), text=True, **options)
 
     def kill(self, index: int) -> None:
         """SIGKILL to all that runs on the machine."""

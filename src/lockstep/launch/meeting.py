@@ -12,6 +12,7 @@ looks at what was noted.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import sys
@@ -454,6 +455,7 @@ def meet(endpoint: str, again: bool = False) -> Keeper | Guest:
         Interrupted: while it waited.
     """
     if again or endpoint not in _met:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its stores say of each guest that its name is not known
         host, port = endpoint_of(endpoint)
         address = resolved(host, port)
         listener = listening(address, port)
