@@ -29,6 +29,17 @@ JOB = (
     "pieces=4",
 )
 
+SLOW = """
+import time
+
+from lightning.pytorch import Callback
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, *args, **kwargs):
+        time.sleep(0.1)
+"""
+
 
 class Site:
     """Several machines, none of which sees another one's files."""
@@ -39,6 +50,8 @@ class Site:
         for home in self.homes:
             for part in ("src", "conf"):
                 shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            home.joinpath("src", "project", "slow.py").write_text(SLOW)
+            home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
 
     def start(
         self, index: int, *options: str, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None
@@ -81,14 +94,15 @@ class Site:
         wait_for(lambda: any(file.stat().st_mtime > began for file in runs.rglob("last.ckpt")), process)
 
 
-def ended_well(runs: list[Run]) -> dict[str, object]:
+def ended_well(runs: list[Run], name: str) -> dict[str, object]:
     """The summary of a run that all machines have ended well, of which the first one alone keeps more than its log."""
     assert [run.returncode for run in runs] == [0] * len(runs), "\n".join(map(str, runs))
     for rank, run in enumerate(runs[1:], 1):
-        kept = [file.name for file in run.outputs.rglob("*") if file.is_file()]
+        kept = [file.name for file in run.outputs.glob(f"{name}/**/*") if file.is_file()]
         assert {name[:5] for name in kept} == {"rank_"}, f"machine {rank} keeps {kept}"
         assert "completed; the run is on machine" in run.stderr
-    return summary_of(runs[0].folder)
+    (folder,) = runs[0].outputs.glob(f"{name}/*")
+    return summary_of(folder)
 
 
 def stop(process: subprocess.Popen[str], signum: int = signal.SIGTERM) -> None:

@@ -35,7 +35,7 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_two_machines_of_two_devices_then_three_of_one(site: Site, one_device: Run, run_train: Program) -> None:
     """Each resolves its own name to a loopback address, as on Debian. Then the run goes on on three machines, kept by
     another one, to which its folder was carried; the others have no checkpoint."""
-    two = ended_well(site.finish_all(site.start_all(*SHORT, "devices=2", "name=two", count=2)))
+    two = ended_well(site.finish_all(site.start_all(*SHORT, "devices=2", "name=two", count=2)), "two")
     assert two["weights_sha256"] == one_device.summary["weights_sha256"]
     assert two["weights_sha256"] != run_train(*JOB, *SHORT, "seed=1").summary["weights_sha256"], "the control"
     folder = next((site.homes[0] / "outputs" / "two").glob("*"))
@@ -118,7 +118,8 @@ def test_a_machine_that_waits_says_for_whom_and_hears_signals(site: Site) -> Non
         assert run.returncode == code, str(run)
         assert time.monotonic() - told < 5
         assert run.stderr == f"interrupted by {signum.name}\n"
-        assert not run.folders
+        assert [summary_of(folder)["status"] for folder in run.folders] == ["interrupted"] * (index == 0)
+        shutil.rmtree(run.outputs, ignore_errors=True)
 
 
 def test_nobody_hears_on_another_interface(site: Site) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import threading
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,15 @@ import pytest
 import torch
 from conftest import Program, Run, ended, free_port, summary_of, wait_for, workers_of
 
-from lockstep.launch.group import agree
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.meeting import Guest, meet
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
 from lockstep.run.continuation import told as told_of
 from lockstep.run.library import compose
 from lockstep.run.opening import open_data
-from lockstep.run.training import as_launched, train
+from lockstep.run.supervisor import laid_out
+from lockstep.run.training import train
 
 # 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
@@ -243,31 +249,45 @@ def test_two_machines_go_on_with_one_run(tmp_path: Path) -> None:
     assert sorted(run.summary["steps"] for run in runs) == [1, 3]
 
 
-def test_machines_that_share_no_folder_do_not_go_on(tmp_path: Path) -> None:
-    """One has the run's last checkpoint, the other one would begin."""
-    one = Program(tmp_path / "one")(*SHORT, "pieces=2", "max_steps=1").folder
-    met = f"rdzv_endpoint=127.0.0.1:{free_port()}"
-    task = (*SHORT, "strategy=ddp", "num_nodes=2", met, "hang_timeout=60")
-    program = Program(tmp_path / "other")
-    processes = [program.start(*task, f"hydra.run.dir={folder}") for folder in (one, tmp_path / "other" / "run")]
-    for run in [program.finish(process) for process in processes]:
-        assert run.returncode == 2, str(run)
-        assert re.search("error: .*: the checkpoint is .* for rank 0 and .* for rank 1: not one folder\n", run.stderr)
-
-
-def test_fewer_machines_than_asked_for_compute_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_machines_than_asked_for_compute_all_pieces() -> None:
     strategy = ("strategy=ddp", "strategy.shares=[1,2]", "num_nodes=2", "rdzv_endpoint=there:29500", "pieces=4")
     config = check(dict(compose(*strategy, "elastic=true")))
-    for nodes in ("2", "1"):
-        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-        layout = as_launched(config).layout
+    for machines in (2, 1):
+        layout = laid_out(config, machines, 1).layout
         assert [piece for device in range(layout.num_devices) for piece in layout.owned(device)] == [0, 1, 2, 3]
 
 
-def test_machines_agree_on_each_thing_by_itself() -> None:
-    met = f"127.0.0.1:{free_port()}"
-    asked = ("stamp", "1"), ("resumed", "2"), ("stamp", "3")
-    assert [agree(what, value, 2, met) for what, value in asked] == ["1", "2", "1"]
+def test_one_machine_decides_for_all() -> None:
+    port = free_port()
+    keeper = meet(f"127.0.0.1:{port}")
+    guest = Guest("127.0.0.1", port, "there")
+    for what, here, decided in (("stamp", "1", "1"), ("resumed", ["3"], ["3"]), ("stamp", "4", "1")):
+        assert keeper.decide(what, partial(str if what == "stamp" else list, here)) == decided
+        assert guest.decide(what, dict) == decided
+
+    def refuses() -> None:
+        raise Refusal("there is no run")
+
+    with pytest.raises(Refusal, match=r"^there is no run$"):
+        keeper.decide("folder", refuses)
+    with pytest.raises(Refusal, match=r"^there is no run$"):
+        guest.decide("folder", lambda: "mine")
+
+
+def test_who_speaks_otherwise_is_no_machine() -> None:
+    """A stranger's words are dropped with its connection, and what is no run is none to a guest either."""
+    port = free_port()
+    meet(f"127.0.0.1:{port}")
+    for said in (b"GET / HTTP/1.0\r\n\r\n", b'{"card": {}}\n', b"[1]\n", b"x" * (2 << 20)):
+        with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(ConnectionError):
+            stranger.settimeout(20)
+            stranger.sendall(said)
+            while heard := stranger.recv(1 << 16):
+                assert set(heard) <= set(b"{}\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"HTTP/1.0 400\r\n\r\n"), daemon=True).start()
+        with pytest.raises(Refusal, match="what listens there is no run of this version of Lockstep"):
+            Guest("127.0.0.1", other.getsockname()[1], "there:1")
 
 
 # Signals and deaths

@@ -112,7 +112,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("busy", ["compiles and writes", "stops", "nothing"])
 def test_silence_is_noticed_where_nobody_compiles_or_writes(tmp_path: Path, busy: str) -> None:
     context = multiprocessing.get_context("spawn")
-    with watchdog.watching(str(tmp_path), workers=2, timeout=1.5, alone=False) as found:
+    with watchdog.watching(str(tmp_path), ["rank 0", "rank 1"], timeout=1.5) as found:
         together = context.Barrier(2)
         workers = [context.Process(target=silent, args=(rank, busy, together)) for rank in range(2)]
         for worker in workers:

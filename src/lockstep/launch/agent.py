@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import re
 import signal
 import sys
@@ -81,12 +82,14 @@ def launch(
 
     for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
-    workers = layout.world_size // layout.num_nodes if layout.strategy == "ddp" else 1  # of this machine
+    workers = layout.world_size // layout.num_nodes
+    first, here = (place.machine * workers, f" on {platform.node()}") if place else (0, "")
+    names = [f"rank {rank}{here}" for rank in range(first, first + workers)]
     with (
         environment_kept(),
         forwarding() as received,
         scratch_folder() as scratch,
-        watching(scratch, workers, hang_timeout, meeting) as silent,
+        watching(scratch, names, hang_timeout, meeting) as silent,
         _told_of_killed(),
     ):
         config = LaunchConfig(
@@ -124,7 +127,7 @@ def launch(
                 raise failed from None
             if failure.exitcode == -signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM) from None
-            raise _explain(rank, failure) from None
+            raise _explain(names[rank], logs.file_of(first + rank), failure) from None
 
 
 @contextmanager
@@ -140,7 +143,7 @@ def _told_of_killed() -> Iterator[None]:
         raise
 
 
-def _explain(rank: int, failure: Any) -> Exception:
+def _explain(who: str, log: str, failure: Any) -> Exception:
     message, trace = failure.message, ""
     if isinstance(message, Mapping):
         trace = message.get("extraInfo", {}).get("py_callstack", "")
@@ -149,16 +152,16 @@ def _explain(rank: int, failure: Any) -> Exception:
     if message.startswith("Refusal: "):
         return Refusal(message.removeprefix("Refusal: ").splitlines()[0])
     if message.startswith(f"{PeerLost.__name__}: "):
-        failed = WorkerFailed(f"rank {rank} {message.removeprefix(f'{PeerLost.__name__}: ').splitlines()[0]}")
+        failed = WorkerFailed(f"{who} {message.removeprefix(f'{PeerLost.__name__}: ').splitlines()[0]}")
         failed.victim = True
         return failed
     if failure.exitcode < 0:
-        return WorkerFailed(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+        return WorkerFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}")
     if message.startswith("To enable traceback"):  # the agent's words where a worker left without a message
         message = f"exit code {failure.exitcode}"
     lines = message.splitlines() or ["no reason given"]
-    where = f" ({place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
-    failed = WorkerFailed(f"rank {rank} failed: {lines[0]}{where}")
+    where = f" ({place(trace)}traceback in {log})" if trace else ""
+    failed = WorkerFailed(f"{who} failed: {lines[0]}{where}")
     failed.add_note(trace)
     return failed
 

@@ -12,7 +12,6 @@ looks at what was noted.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import socket
 import sys
@@ -273,6 +272,18 @@ class Keeper:
             for guest in self._taking_part:
                 guest.wire.send(trouble=outcome.text)
 
+    def _answer(self, guest: _Guest) -> None:
+        """Refuses who comes while others run, and is not needed, or differs."""
+        if not self._wanted or guest in self._taking_part:
+            return
+        odd = difference(self._card, guest.card or {}, guest.name)
+        here = all(other.wire.silent_for() < 2.5 for other in self._taking_part)  # one that was cut off may come back
+        if len(self._taking_part) + 1 == self._wanted and here:
+            odd = f"the run at {self._endpoint} has its {self._wanted} machines"
+        if odd:
+            guest.card = None
+            guest.wire.send(ended=asdict(Outcome("refused", odd)))
+
     def _accept(self) -> None:
         while True:
             with suppress(OSError):
@@ -289,6 +300,7 @@ class Keeper:
             wire.send(hello=PROTOCOL, name=platform.node(), said=self._said)
         elif isinstance(card := message.get("card"), dict):
             guest.card = {str(key): str(value) for key, value in card.items()}
+            self._answer(guest)
         elif isinstance(told := message.get("outcome"), dict):
             guest.outcome = _outcome(told)
 
@@ -455,7 +467,6 @@ def meet(endpoint: str, again: bool = False) -> Keeper | Guest:
         Interrupted: while it waited.
     """
     if again or endpoint not in _met:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its stores say of each guest that its name is not known
         host, port = endpoint_of(endpoint)
         address = resolved(host, port)
         listener = listening(address, port)

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -119,8 +119,10 @@ def _children(parent: int) -> set[str] | None:
 class _Watch:
     """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
 
-    def __init__(self, table: NDArray[np.float64], timeout: float, meeting: Keeper | Guest | None) -> None:
-        self.table, self.timeout, self.meeting = table, timeout, meeting
+    def __init__(
+        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Keeper | Guest | None
+    ) -> None:
+        self.table, self.names, self.timeout, self.meeting = table, names, timeout, meeting
         self.asked = False  # whether the workers were asked to end, for a machine that came back
         self.pause = min(1.0, timeout / 4)
         self.found: dict[int, str] = {}
@@ -182,7 +184,9 @@ class _Watch:
         step, _, _, when, rank, pid = min(rows)
         if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
             return
-        self.found[pid] = f"rank {rank} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
+        self.found[pid] = (
+            f"{self.names[rank]} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
+        )
         print(self.found[pid], file=sys.stderr)
         self.table[rank] = 0
         waited = self.table[:, 0] > 0  # for it: they get their time anew
@@ -193,21 +197,21 @@ class _Watch:
 
 @contextmanager
 def watching(
-    folder: str, workers: int, timeout: float, meeting: Keeper | Guest | None = None
+    folder: str, names: Sequence[str], timeout: float, meeting: Keeper | Guest | None = None
 ) -> Iterator[dict[int, str]]:
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 
     Args:
         folder: the run's scratch folder, where the beats are kept in a small file.
-        workers: worker processes of this machine.
+        names: of this machine's workers.
         timeout: seconds without a beat of the least advanced worker.
         meeting: where there are several machines, what tells of the others.
 
     Yields what was found: a message for each pid that was ended.
     """
-    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(workers, 4))
+    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
     export(**{SCRATCH: folder})
-    watch = _Watch(table, timeout, meeting)
+    watch = _Watch(table, names, timeout, meeting)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
     try:

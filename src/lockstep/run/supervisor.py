@@ -88,7 +88,7 @@ def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, spli
             wanted = replace(now.layout, num_nodes=asked.num_nodes)
             fewer = config.elastic and restarts > 0
             place = meeting.begin(card(config, splits), wanted, restarts, config.machine_timeout, fewer)
-            now = _with(config, place.machines, now.layout.devices)
+            now = laid_out(config, place.machines, now.layout.devices)
         raised: BaseException | None = None
         try:
             result = _launch(work, now, splits, folder, restarts, meeting, place)
@@ -112,7 +112,7 @@ def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, spli
             left -= 1
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
         elif can_shrink and now.layout.devices > 1:
-            now = _with(config, now.layout.num_nodes, now.layout.devices - 1)
+            now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (meeting is not None)}", file=sys.stderr)
         else:
@@ -137,7 +137,7 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
         if place is None:
             print(f"completed; the run is on machine {meeting.keeper}", file=sys.stderr)
             return
-        now, raised = _with(config, place.machines, place.devices), None
+        now, raised = laid_out(config, place.machines, place.devices), None
         try:
             _launch(work, now, splits, folder, place.restarts, meeting, place)
         except (WorkerFailed, Refusal, Interrupted) as error:
@@ -145,7 +145,7 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
         meeting.settle(outcome_of(raised))
 
 
-def _with(config: Config, machines: int, devices: int) -> Config:
+def laid_out(config: Config, machines: int, devices: int) -> Config:
     """The config on so many machines, with so many workers each."""
     asked = config.layout
     shares = asked.shares if (asked.num_nodes, asked.devices) == (machines, devices) else ()  # one for each asked for
