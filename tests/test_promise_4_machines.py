@@ -67,7 +67,7 @@ def test_torchrun_and_slurm(site: Site, one_device: Run) -> None:
     def task(number: int) -> dict[str, str]:
         told = {
             "JOB_ID": "7",
-            "NTASKS": "2",
+            "STEP_NUM_TASKS": "2",
             "PROCID": str(number),
             "LOCALID": "0",
             "NNODES": "2",

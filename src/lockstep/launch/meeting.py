@@ -216,6 +216,13 @@ class Keeper:
 
     # --- while workers run: asked by the thread that watches them ---
 
+    def may_connect(self, forked: bool) -> bool:
+        """Whether workers may connect to the store; `forked`: all of this machine run."""
+        with self._noted:
+            for guest in self._taking_part if forked else ():
+                guest.wire.send(serves=self._life)
+        return forked
+
     def trouble(self) -> str:
         """Why this machine's workers can't go on; empty where they can."""
         with self._noted:
@@ -347,6 +354,7 @@ class Guest:
         self._endpoint, self.keeper = endpoint, endpoint
         self._said: dict[str, Any] | None = None
         self._place: Place | None = None
+        self._serves = False  # whether workers may connect to the keeper's store
         self._ended: Outcome | None = None
         self._trouble = ""
         self._timeout = JOINING
@@ -398,6 +406,9 @@ class Guest:
             place, self._place, self._trouble = self._place, None, ""
             return place
 
+    def may_connect(self, forked: bool) -> bool:
+        return self._serves
+
     def trouble(self) -> str:
         with self._noted:
             return self._trouble or self._lost()
@@ -433,7 +444,9 @@ class Guest:
         elif "said" in message:
             self._said.update(message["said"])
         elif "begins" in message:
-            self._place = Place(**message["begins"])
+            self._place, self._serves = Place(**message["begins"]), False
+        elif "serves" in message:
+            self._serves = True
         elif "trouble" in message:
             self._trouble = str(message["trouble"])
         elif "ended" in message:

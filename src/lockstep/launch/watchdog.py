@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from lockstep.launch.environment import SCRATCH, environment, export
 from lockstep.launch.meeting import Guest, Keeper
+from lockstep.launch.processes import alive
 
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
+OPEN = "open"  # the file in the gate that lets workers of several machines meet
 WAITS = -1  # in place of the micro-batch, see `patient`
 _beats: NDArray[np.float64] | None = None
 
@@ -84,6 +86,18 @@ def steps() -> int:
     return int(min((step for when, step, _, _ in beats if when), default=0))
 
 
+def gate() -> Path:
+    """A folder in which each worker leaves a file of its process id when it runs, see lockstep.launch.worker."""
+    folder = Path(environment().scratch, "forked")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def forked() -> int:
+    """Workers of this machine that run."""
+    return sum(alive(pid) for pid in os.listdir(gate()) if pid != OPEN)
+
+
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
@@ -133,6 +147,11 @@ class _Watch:
         self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
 
     def run(self) -> None:
+        while self.meeting is not None and not self.done.wait(0.05):
+            if self.meeting.may_connect(forked() == len(self.names)):
+                (gate() / OPEN).touch()
+                break
+            self._follow(self.meeting)
         looked = time.time()
         while not self.done.wait(self.pause):
             last, looked = looked, time.time()

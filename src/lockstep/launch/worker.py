@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +18,7 @@ from lockstep.launch.endings import PeerLost
 from lockstep.launch.environment import environment, export
 from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
 from lockstep.launch.meeting import Place
-from lockstep.launch.processes import alive, end_children, set_parent_death_signal
+from lockstep.launch.processes import end_children, set_parent_death_signal
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -47,7 +46,7 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     watchdog.join(environment().local_rank)
     try:
         if environment().world_size > 1:
-            _all_forked()
+            _all_forked(several=place is not None)
             join_group(layout)
         try:
             with logs.failure_told():
@@ -112,13 +111,15 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
 
 
-def _all_forked() -> None:
-    """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
-    store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
-    locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = Path(environment().scratch, "forked")
-    gate.mkdir(exist_ok=True)
+def _all_forked(several: bool) -> None:
+    """Waits until all workers of this machine run, and of several machines those of the one that keeps the run. Until
+    then a parent forks, and none may connect to its store: the store's thread looks up the name of who connects, and a
+    worker forked in that moment inherits glibc's resolver locked, for ever (loops of 80 to 150 starts of 8 workers
+    hung, 3 of 3; with this, none in 200 starts)."""
+    gate = watchdog.gate()
     (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
-    while sum(map(alive, os.listdir(gate))) < environment().local_world_size and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if (gate / watchdog.OPEN).exists() if several else watchdog.forked() >= environment().local_world_size:
+            return
         time.sleep(0.005)
