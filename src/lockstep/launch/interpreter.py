@@ -52,11 +52,14 @@ def import_torchmetrics() -> None:
 
 
 def imported() -> None:
-    """After `import_quickly`: what exists by now stays. The collector leaves it alone here and in the processes forked
-    from here, so that they go on sharing its memory (the recipe of Python's `gc.freeze`)."""
+    """Before this process forks. After `import_quickly`, what exists by now stays: the collector leaves it alone here
+    and in the forks, so that they go on sharing its memory (the recipe of Python's `gc.freeze`). Later on, what earlier
+    workers left is collected here: a fork that collects torch's store waits for a thread that it does not have."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+    else:
+        gc.collect()
 
 
 def leave(code: int) -> NoReturn:
