@@ -31,6 +31,8 @@ from lockstep.run.schema import MODES
 from lockstep.step.networks import EagerEvaluation, compile_networks, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Kernels are compiled once for this file, and here: nothing is left behind. They are plain loops, since to find
