@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 CHAOS = ROOT / "scripts" / "chaos.py"
+# Its damage is an end cut off: a flipped bit may be one that nobody reads, see test_promise_8_fuzz.py.
+SEED = "--seed=2"
 SMALL = ("data=synthetic", "data.samples=800", "data.image_size=12", "data.num_classes=3", "checkpoint_every=2")
 
 
@@ -27,13 +29,13 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_one_layout_survives_faults() -> None:
-    done = forked(CHAOS, "--faults=5", "--layouts=ddp_accumulate", *SMALL)
+    done = forked(CHAOS, "--faults=5", "--layouts=ddp_accumulate", SEED)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "5 faults" in done.stdout
 
 
 def test_exact_survives_faults_on_changing_layouts() -> None:
-    done = forked(CHAOS, "--exact", "--faults=4", "--seed=1", *SMALL)
+    done = forked(CHAOS, "--exact", "--faults=4", SEED)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
