@@ -129,14 +129,12 @@ def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: s
 
 
 def test_sweep_of_layouts(run_train: Program) -> None:
-    run = run_train(*SHORT, "strategy=dp,ddp", "devices=1,2", "-m")
+    run = run_train(*SHORT, "strategy=dp,ddp", "devices=2", "-m")
     layouts = [assert_contract(job, steps=6, test_count=40)["layout"] for job in run.jobs]
-    assert [job.name for job in run.jobs] == ["0", "1", "2", "3"]
-    assert [layout["strategy"] for layout in layouts] == ["dp", "dp", "ddp", "ddp"]
-    assert [layout["devices"] for layout in layouts] == [1, 2, 1, 2]
-    assert len(list(run.outputs.rglob("summary.json"))) == 4
-    assert (run.jobs[3] / "rank_1.log").is_file()
-    assert not (run.jobs[1] / "rank_1.log").exists()
+    assert [job.name for job in run.jobs] == ["0", "1"]
+    assert [(layout["strategy"], layout["devices"]) for layout in layouts] == [("dp", 2), ("ddp", 2)]
+    assert len(list(run.outputs.rglob("summary.json"))) == 2
+    assert [(job / "rank_1.log").is_file() for job in run.jobs] == [False, True]
 
 
 def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
