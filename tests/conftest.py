@@ -102,7 +102,8 @@ def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Completed
 def forked(
     program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program as it stands, in a fork: see forks.py."""
+    """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
+    the fork has imported is taken apart."""
     fork = forks.Fork([str(ROOT / program), *arguments], cwd, os.environ | (env or {}))
     try:
         stdout, stderr = fork.communicate(timeout)

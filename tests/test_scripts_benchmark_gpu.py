@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import forked
+from conftest import ROOT
 from parts import gpu
 from parts.players import OPPONENTS
 from parts.steps import race
@@ -91,6 +93,7 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif("gpu_count() > 0", reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    done = forked("scripts/bench/benchmark.py", "gpu")
+    command = [sys.executable, "scripts/bench/benchmark.py", "gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: gpu: this machine has no GPU that torch can use\n")
     assert gpu_count() == 0

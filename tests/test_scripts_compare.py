@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import numpy as np
 import pytest
 from comparison.curves import read_curves
 from comparison.groups import find_runs, grouped
-from conftest import Program, forked
+from conftest import ROOT, Program
 from torch.utils.tensorboard import SummaryWriter
 
 TINY = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=32", "logger=none")
 
 
 def compare(*runs: Path | str) -> subprocess.CompletedProcess[str]:
-    return forked("scripts/compare.py", *map(str, runs))
+    command = [sys.executable, "scripts/compare.py", *map(str, runs)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
