@@ -183,7 +183,8 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             conclude(job.folder, "failed", said.removeprefix("error: "), {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
-    run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()], in_place(num_nodes=1))
+    told = (lambda job: summary_of(job.folder)) if in_place(num_nodes=1) else None
+    run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()], told)
     return summaries[0]
 
 
