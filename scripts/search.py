@@ -42,7 +42,7 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.arguments import quoted
 from lockstep.run.checks import ROOT
-from lockstep.run.summary import conclude
+from lockstep.run.summary import conclude, summary_of
 from lockstep.run.supervisor import train
 from lockstep.sweeps.jobs import Job, Slot, in_place, run_jobs
 from lockstep.sweeps.progress import Progress
