@@ -17,6 +17,8 @@ from typing import Any
 
 NETWORK = "10.71.33"
 HOSTS = Path("/etc/netns")
+BURST = "32kb"  # that a rested link passes at once: small against the messages that are timed
+QUEUE = "100ms"  # of packets that wait for a limited link; more are dropped
 
 
 class NoMachines(Exception):
@@ -26,15 +28,20 @@ class NoMachines(Exception):
 class Machines:
     """`count` machines on one switch, while it is entered; all that runs on them is killed at the end.
 
+    Each has its own hostname, one of `names`, and a hosts file in which the others' names stand.
+
     Args:
         rate: of each machine's link, in each direction, in tc's words (`200mbit`); None: as fast as memory.
+        loopback_names: a machine's own name is a loopback address, as Debian's and Ubuntu's hosts files have it; False:
+            the address of its link.
 
     Raises:
         NoMachines: this system or user can't make them.
     """
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+    def __init__(self, count: int, rate: str | None = None, loopback_names: bool = True) -> None:
         self.rate = rate
+        self.loopback_names = loopback_names
         self._prefix = f"ls{uuid.uuid4().hex[:6]}"
         self._switch = f"{self._prefix}s"
         self.names = [f"{self._prefix}m{index}" for index in range(count)]
@@ -44,6 +51,7 @@ class Machines:
             raise NoMachines(f"{missing[0]} is not installed (packages iproute2 and util-linux)")
         try:
             self._build()
+            self.limit(self.rate)
         except NoMachines:
             self.__exit__(None, None, None)
             raise
@@ -83,15 +91,29 @@ class Machines:
         """Plugs the machine's cable out, or in: nobody is told, packets just don't arrive."""
         _ip("-n", self._switch, "link", "set", f"p{index}", "up" if up else "down")
 
+    def limit(self, rate: str | None) -> None:
+        """Gives every link, in each direction, another rate from now on; None: as fast as memory."""
+        self.rate = rate
+        for index, name in enumerate(self.names):
+            for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
+                place = ("tc", "-n", namespace, "qdisc")
+                if rate is not None:
+                    shape = ("tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+                    _said(*place, "replace", "dev", device, "root", *shape)
+                elif "tbf" in _said(*place, "show", "dev", device):
+                    _said(*place, "delete", "dev", device, "root")
+
     def _build(self) -> None:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "switch", "up")
         for index, name in enumerate(self.names):
             HOSTS.joinpath(name).mkdir(parents=True)
-            own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian's: its own name is a loopback address
-            others = (f"{self.address(at)} {other}\n" for at, other in enumerate(self.names) if at != index)
-            HOSTS.joinpath(name, "hosts").write_text(own + "".join(others))
+            hosts = {other: self.address(at) for at, other in enumerate(self.names)}
+            if self.loopback_names:
+                hosts[name] = "127.0.1.1"
+            lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in hosts.items())]
+            HOSTS.joinpath(name, "hosts").write_text("\n".join([*lines, ""]))
             _ip("netns", "add", name)
             port = ("type", "veth", "peer", "name", f"p{index}", "netns", self._switch)
             _ip("-n", name, "link", "add", "eth0", *port)
@@ -99,17 +121,14 @@ class Machines:
             _ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", device, "up")
-            if self.rate:
-                for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
-                    shape = ("tbf", "rate", self.rate, "burst", "32kb", "latency", "100ms")
-                    _said("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
 
 def _ip(*arguments: str) -> None:
     _said("ip", *arguments)
 
 
-def _said(*command: str) -> None:
+def _said(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoMachines(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'failed'}")
+    return done.stdout

@@ -1,0 +1,96 @@
+"""What a message over a link takes: alpha + beta n seconds for n bytes, and what sums over workers take by that."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import numpy as np
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.checks import show
+
+PER_SECOND = {"k": 1e3, "m": 1e6, "g": 1e9}  # bits
+LATENCY = 50e-6  # s, of a link of which only the rate is given: about what TCP takes within a rack
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a sum over workers, in seconds. `incast` is what messages wait for each other at the one link that all need."""
+
+    latency: float
+    bytes: float
+    incast: float
+    adding: float
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.bytes + self.incast + self.adding
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two workers.
+
+    Attributes:
+        alpha: latency of a message, in seconds.
+        beta: seconds per byte.
+        gamma: seconds per byte of adding one vector to another, on a worker.
+        spread: quartiles of what messages took over what alpha and beta say.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def mbit(self) -> float:
+        """A second."""
+        return 8 / self.beta / 1e6
+
+    @classmethod
+    def fitted(cls, pings: list[tuple[int, float]], gamma: float) -> Link:
+        """From (bytes, seconds), by least squares of relative errors of each size's median."""
+        sizes = sorted({size for size, _ in pings})
+        times = np.array([median(seconds for at, seconds in pings if at == size) for size in sizes])
+        terms = np.stack([np.ones(len(sizes)), np.array(sizes)], axis=1) / times[:, None]
+        alpha, beta = np.maximum(np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)[0], 1e-15).tolist()
+        low, _, high = quantiles((seconds / (alpha + beta * size) for size, seconds in pings), n=4)
+        return cls(alpha, beta, gamma, (low, high))
+
+    @classmethod
+    def of_rate(cls, rate: str) -> Link:
+        return cls(LATENCY, 8 / bits_per_second("link", rate))
+
+    @classmethod
+    def measured(cls, path: Path) -> Link:
+        """The one that `communication.py` left in its folder."""
+        try:
+            found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
+            return cls(found["alpha"], found["beta"], found["gamma"], tuple(found["spread"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Refusal(f"link={path}: no communication.json of scripts/communication.py ({error})") from None
+
+    def cost(self, way: str, workers: int, size: int) -> Cost:
+        """Of the sum of vectors of `size` bytes by one of the ways of `collectives.py`."""
+        n, (a, b, g) = workers, (self.alpha, self.beta * size, self.gamma * size)
+        if way == "parameter server":  # of the N - 1 vectors that come in, and go out, one has the link
+            return Cost(2 * a, 2 * b, 2 * (n - 2) * b, (n - 1) * g)
+        if way == "halving and doubling":
+            log = n.bit_length() - 1
+            paired = 1 << log
+            share, folded = (paired - 1) / paired, int(n > paired)
+            return Cost(2 * (log + folded) * a, 2 * (share + folded) * b, 0.0, (share + folded) * g)
+        return Cost(2 * (n - 1) * a, 2 * (n - 1) / n * b, 0.0, (n - 1) / n * g)
+
+
+def bits_per_second(key: str, rate: Any) -> float:
+    """Of a rate in tc's words, such as 200mbit or 1gbit."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", str(rate)):
+        return float(match[1]) * PER_SECOND[match[2]]
+    raise Refusal(f"{key}={show(rate)}: must be a rate as tc says it: 200mbit, 1gbit")
