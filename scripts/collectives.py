@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 Sum = Callable[[Tensor, "Wire"], None]
 
 

@@ -153,21 +153,26 @@ def report(link: Link, rows: list[Row]) -> str:
     """Markdown for people."""
     low, high = link.spread
     lines = [
-        f"A message of n bytes takes {1e6 * link.alpha:.0f} us + n x {1e9 * link.beta:.2f} ns ({link.mbit:,.0f} Mbit/s);"
-        f" of those measured, the middle half took {low:.2f} to {high:.2f} times that.",
+        f"A message of n bytes takes {1e6 * link.alpha:.0f} us + n x {1e9 * link.beta:.2f} ns "
+        f"({link.mbit:,.0f} Mbit/s); "
+        f"the middle half of those measured took {low:.2f} to {high:.2f} times that.",
         "",
         "| workers | way | messages | busiest link, MB | predicted, ms | of it incast | measured, ms (quartiles) "
         "| predicted / measured |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        quartiles = " to ".join(f"{1000 * seconds:,.0f}" for seconds in row.spread)
-        predicted = f"{1000 * row.predicted:,.0f} | {1000 * row.cost.incast:,.0f}"
-        measured = f"{1000 * row.measured:,.0f} ({quartiles}) | {row.predicted / row.measured:.2f}"
+        predicted = f"{milliseconds(row.predicted)} | {milliseconds(row.cost.incast)}"
+        quartiles = " to ".join(map(milliseconds, row.spread))
+        measured = f"{milliseconds(row.measured)} ({quartiles}) | {row.predicted / row.measured:.2f}"
         lines.append(
             f"| {row.workers} | {row.way} | {row.messages} | {row.bytes / 1e6:.1f} | {predicted} | {measured} |"
         )
     return "\n".join(lines)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
 
 
 def draw(rows: list[Row], path: Path, title: str) -> None:

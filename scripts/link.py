@@ -20,7 +20,7 @@ LATENCY = 50e-6  # s, of a link of which only the rate is given: about what TCP 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a sum over workers, in seconds. `incast` is what messages wait for each other at the one link that all need."""
+    """Of a sum over workers, in seconds. `incast` is what messages wait for each other at a link that all need."""
 
     latency: float
     bytes: float

@@ -27,8 +27,9 @@ from torch import Tensor
 from lockstep.arithmetic.exact import AllReduce, ExactSum, alone
 
 PORT = 29511
-PING_BYTES = [1 << bit for bit in range(6, 23, 2)]  # 64 B to 4 MiB
-PINGS = 15  # of each size
+# Small ones tell the latency, large ones the rate; between them a limited link's burst would pass for a faster link.
+PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]
+PINGS = 9  # of each size
 
 
 def main(what: str, folder: Path, rank: int, workers: int, address: str, rounds: int) -> None:
