@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -76,6 +77,7 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
         size = gradients(config, folder)
         checks = run("check", folder, workers, rounds, machines)
         if machines:
+            machines.burst = min(max(size // workers // 32, 16_384), 131_072)
             machines.limit(rate)
         found = run("measure", folder, workers, rounds, machines)
     control = judged(checks)
@@ -113,7 +115,8 @@ def gradients(config: Config, folder: Path) -> int:
 
 def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines | None) -> list[dict[str, Any]]:
     """What so many processes found, each on a machine of its own where there are any."""
-    address = machines.address(0) if machines else "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"{machines.address(0) if machines else '127.0.0.1'}:{free.getsockname()[1]}"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "eth0" if machines else "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it tells that addresses have no names
@@ -121,7 +124,7 @@ def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines |
     processes: list[subprocess.Popen[Any]] = []
     try:
         for rank in range(workers):
-            asked = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, address, rounds))]
+            asked = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
             command = machines.command(rank, asked) if machines else asked
             processes.append(subprocess.Popen(command, env=environment))
         for rank, process in enumerate(processes):

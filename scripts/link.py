@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,14 @@ class Link:
 
     @classmethod
     def fitted(cls, pings: list[tuple[int, float]], gamma: float) -> Link:
-        """From (bytes, seconds), by least squares of relative errors of each size's median."""
-        sizes = sorted({size for size, _ in pings})
-        times = np.array([median(seconds for at, seconds in pings if at == size) for size in sizes])
-        terms = np.stack([np.ones(len(sizes)), np.array(sizes)], axis=1) / times[:, None]
-        alpha, beta = np.maximum(np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)[0], 1e-15).tolist()
-        low, _, high = quantiles((seconds / (alpha + beta * size) for size, seconds in pings), n=4)
+        """From (bytes, seconds): beta is the slope of what large messages took, alpha what is left of small ones. So
+        what a rested link passes at once, its burst, does not count."""
+        sizes, times = (np.array(each) for each in zip(*pings, strict=True))
+        large = sizes > 1 << 20
+        kinds = sorted({*sizes[large].tolist()})
+        beta = float(np.polyfit(kinds, [np.median(times[sizes == kind]) for kind in kinds], 1)[0])
+        alpha = float(np.median(times[~large] - beta * sizes[~large]))
+        low, _, high = quantiles((times / (alpha + beta * sizes)).tolist(), n=4)
         return cls(alpha, beta, gamma, (low, high))
 
     @classmethod

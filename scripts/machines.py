@@ -17,7 +17,6 @@ from typing import Any
 
 NETWORK = "10.71.33"
 HOSTS = Path("/etc/netns")
-BURST = "32kb"  # that a rested link passes at once: small against the messages that are timed
 QUEUE = "100ms"  # of packets that wait for a limited link; more are dropped
 
 
@@ -32,6 +31,8 @@ class Machines:
 
     Args:
         rate: of each machine's link, in each direction, in tc's words (`200mbit`); None: as fast as memory.
+        burst: bytes that a rested link passes at once: few against the messages that are timed, but more than what
+            passes while this machine is too busy to look after the link, some milliseconds.
         loopback_names: a machine's own name is a loopback address, as Debian's and Ubuntu's hosts files have it; False:
             the address of its link.
 
@@ -39,8 +40,9 @@ class Machines:
         NoMachines: this system or user can't make them.
     """
 
-    def __init__(self, count: int, rate: str | None = None, loopback_names: bool = True) -> None:
+    def __init__(self, count: int, rate: str | None = None, burst: int = 32_768, loopback_names: bool = True) -> None:
         self.rate = rate
+        self.burst = burst
         self.loopback_names = loopback_names
         self._prefix = f"ls{uuid.uuid4().hex[:6]}"
         self._switch = f"{self._prefix}s"
@@ -98,7 +100,7 @@ class Machines:
             for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
                 place = ("tc", "-n", namespace, "qdisc")
                 if rate is not None:
-                    shape = ("tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+                    shape = ("tbf", "rate", rate, "burst", str(self.burst), "latency", QUEUE)
                     _said(*place, "replace", "dev", device, "root", *shape)
                 elif "tbf" in _said(*place, "show", "dev", device):
                     _said(*place, "delete", "dev", device, "root")

@@ -1,6 +1,6 @@
 """A worker of communication.py: it and the others sum their gradients, 2 of them first, then 3, and so on.
 
-    summing.py check|measure <folder with gradient_<rank>.npy> <rank> <workers> <address of worker 0> <rounds>
+    summing.py check|measure <folder with gradient_<rank>.npy> <rank> <workers> <host:port of worker 0> <rounds>
 
 Rank zero leaves what was found in check.json, or measure.json: a dict for each number of workers.
 """
@@ -26,15 +26,15 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact import AllReduce, ExactSum, alone
 
-PORT = 29511
-# Small ones tell the latency, large ones the rate; between them a limited link's burst would pass for a faster link.
+# small ones tell the latency, large ones the rate
 PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]
-PINGS = 9  # of each size
+PINGS = 7  # of each size
 
 
-def main(what: str, folder: Path, rank: int, workers: int, address: str, rounds: int) -> None:
+def main(what: str, folder: Path, rank: int, workers: int, endpoint: str, rounds: int) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore(address, PORT, workers, is_master=rank == 0, timeout=timedelta(minutes=2))
+    host, port = endpoint.split(":")
+    store = dist.TCPStore(host, int(port), workers, is_master=rank == 0, timeout=timedelta(minutes=2))
     found = []
     for count in range(max(2, rank + 1), workers + 1):
         own = dist.PrefixStore(str(count), store)
@@ -160,5 +160,5 @@ def timed(way: Sum, vector: Tensor) -> list[float]:
 
 
 if __name__ == "__main__":
-    what, folder, rank, workers, address, rounds = sys.argv[1:]
-    main(what, Path(folder), int(rank), int(workers), address, int(rounds))
+    what, folder, rank, workers, endpoint, rounds = sys.argv[1:]
+    main(what, Path(folder), int(rank), int(workers), endpoint, int(rounds))

@@ -40,6 +40,7 @@ PORT = 29501
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", action="append", help="of each machine's link: 100mbit; may be given again")
+    parser.add_argument("--burst", type=int, default=32_768, help="bytes that a rested link passes at once")
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=3)
@@ -50,7 +51,7 @@ def main() -> int:
     try:
         for rate in options.rate or ["100mbit"]:
             bits_per_second("--rate", rate)
-            with Machines(options.machines, rate, loopback_names=False) as machines:
+            with Machines(options.machines, rate, options.burst, loopback_names=False) as machines:
                 measure(machines, options, overrides)
     except (NoMachines, Refusal) as error:
         print(f"error: {error}", file=sys.stderr)
