@@ -124,7 +124,9 @@ def on_machines(
 
     def part(samples: int) -> scaling.Computed:
         print(f"measuring {samples} samples ...", file=sys.stderr)
-        alone, own = Choice("single", 1, config.layout.accumulate_grad_batches, samples), {**raw, "batch_size": samples}
+        machines = config.layout.batch_size // samples
+        pieces = config.layout.pieces if raw["pieces"] is None else math.ceil(config.layout.pieces / machines)
+        alone, own = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
         first = measure(alone, own, splits, folder, WARMUP + LEAST)
         found = measure(alone, own, splits, folder, enough(seconds, first["seconds"]), gradients=True)
         return scaling.Computed(found["median"], found["ready"], found["sizes"])

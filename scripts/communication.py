@@ -16,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,12 +75,13 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
                 machines = stack.enter_context(Machines(workers))
             except NoMachines as error:
                 raise Refusal(f"rate={rate}: links can't be limited here: {error}") from None
-        size = gradients(config, folder)
-        checks = run("check", folder, workers, rounds, machines)
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        size = gradients(config, place)
+        checks = run("check", place, workers, rounds, machines)
         if machines:
             machines.burst = min(max(size // workers // 32, 16_384), 131_072)
             machines.limit(rate)
-        found = run("measure", folder, workers, rounds, machines)
+        found = run("measure", place, workers, rounds, machines)
     control = judged(checks)
     link = Link.fitted(found[0]["pings"], found[0]["adding"])
     rows = []
@@ -88,7 +90,7 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
             cost = link.cost(way, count, size)
             low, mid, high = quantiles(row["seconds"], n=4)
             rows.append(Row(way, count, row["messages"], row["bytes"], cost, cost.seconds, mid, (low, high)))
-    title = f"{config.name}: a gradient of {size / 1e6:.1f} MB; links: {rate or 'the memory of one machine'}"
+    title = f"{raw['model']['name']}: a gradient of {size / 1e6:.1f} MB; links: {rate or 'the memory of one machine'}"
     text = "\n".join([title + ".", "", report(link, rows), "", control, ""])
     print(text)
     (folder / "communication.md").write_text(text)
@@ -145,11 +147,12 @@ def judged(checks: list[dict[str, int]]) -> str:
             raise RuntimeError(f"{workers} workers: of exact integers there are {found['exact']} different sums")
         if found["wrong"] == 1 or (workers > 2 and found["float"] == 1):
             raise RuntimeError(f"{workers} workers: the check of bits did not see sums that differ: {found}")
-    return (
-        "Of exact integers all ways gave the same bits on all workers, those of one process that adds by itself. "
-        f"Controls: one number left out was seen; of float32, {len(checks) + 1} workers got {checks[-1]['float']} "
-        f"different sums."
+    said = (
+        "Of exact integers all ways gave the same bits on all workers, those of one process that adds by itself; that "
+        "one number was left out was seen"
     )
+    more = f", and of float32 {len(checks) + 1} workers got {checks[-1]['float']} different sums" * (len(checks) > 1)
+    return f"{said}{more}."
 
 
 def report(link: Link, rows: list[Row]) -> str:

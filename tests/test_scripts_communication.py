@@ -18,7 +18,7 @@ from forks import Fork
 from link import Link
 from machines import Machines, NoMachines
 from scaling import Computed, buckets, numbers, steps
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import check
@@ -175,7 +175,7 @@ def test_a_step_shows_what_its_backward_pass_does_not_hide() -> None:
 
 def test_buckets_are_ddps() -> None:
     model = nn.Sequential(*(nn.Linear(size, 1000) for size in (10, 3000, 4000, 900, 2500, 5)))
-    parameters = list(model.parameters())[::-1]
+    parameters: list[Tensor] = list(model.parameters())[::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(parameters, [1 << 20, 25 << 20])
     sizes = [sum(parameters[index].nbytes for index in bucket) for bucket in indices]
     one = Computed(1.0, [0.0] * len(parameters), [parameter.nbytes for parameter in reversed(parameters)])

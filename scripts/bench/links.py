@@ -30,9 +30,9 @@ WAYS = {
     "ddp": "",
     "strategy.compression=bf16": "strategy.compression=bf16",
     "strategy.compression=powersgd": "strategy.compression=powersgd",
-    "accumulate_grad_batches=4, 4 times the batch_size": "accumulate_grad_batches=4",
+    "accumulate_grad_batches=4": "accumulate_grad_batches=4",  # and 4 times the batch_size
 }
-PLAIN = next(iter(WAYS))
+PLAIN = "ddp"
 WARMUP = 12  # steps that don't count: PowerSGD sends whole gradients in the first ten
 PORT = 29501
 
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--machines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--way", action="append", choices=WAYS, help="beside ddp; may be given again; none: all")
     parser.add_argument("--batch-size", type=int, default=128, help="samples of a step, over all machines")
     options, overrides = parser.parse_known_args()
     print("| link | way | ms a step | its samples | ms a sample (quartiles) | samples per second, of ddp's |")
@@ -64,9 +65,9 @@ def main() -> int:
 
 def measure(machines: Machines, options: argparse.Namespace, overrides: list[str]) -> None:
     """All ways, in turns; prints a row for each."""
-    steps: dict[str, list[float]] = {way: [] for way in WAYS}
+    steps: dict[str, list[float]] = {way: [] for way in (PLAIN, *(options.way or WAYS))}
     for _ in range(options.rounds):
-        for way in WAYS:
+        for way in steps:
             steps[way].append(median(run(machines, way, options, overrides)))
     for way, seconds in steps.items():
         samples = batch_size(way, options)
