@@ -15,6 +15,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import show
 
 PER_SECOND = {"k": 1e3, "m": 1e6, "g": 1e9}  # bits
+PAYLOAD = 1448 / 1514  # of a full packet on Ethernet: the rest is headers
 LATENCY = 50e-6  # s, of a link of which only the rate is given: about what TCP takes within a rack
 
 
@@ -67,7 +68,7 @@ class Link:
 
     @classmethod
     def of_rate(cls, rate: str) -> Link:
-        return cls(LATENCY, 8 / bits_per_second("link", rate))
+        return cls(LATENCY, 8 / bits_per_second("link", rate) / PAYLOAD)
 
     @classmethod
     def measured(cls, path: Path) -> Link:

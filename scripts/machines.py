@@ -9,9 +9,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +27,7 @@ class NoMachines(Exception):
 
 
 class Machines:
-    """`count` machines on one switch, while it is entered; all that runs on them is killed at the end.
+    """`count` machines on one switch, while it is entered; all that runs on them is killed at the end, be it SIGTERM.
 
     Each has its own hostname, one of `names`, and a hosts file in which the others' names stand.
 
@@ -51,6 +53,8 @@ class Machines:
     def __enter__(self) -> Machines:
         if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
             raise NoMachines(f"{missing[0]} is not installed (packages iproute2 and util-linux)")
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of __exit__
         try:
             self._build()
             self.limit(self.rate)
