@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from conftest import ROOT, Program, free_port
 from forks import Fork
 from link import Link
 from machines import Machines, NoMachines
-from scaling import Computed, buckets, numbers, steps
+from scaling import Computed, buckets, links, numbers, steps
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal
@@ -181,15 +182,34 @@ def test_buckets_are_ddps() -> None:
     assert [size for _, size in buckets(one)] == sizes
 
 
-def test_what_advise_is_asked_of_links_is_refused_early(tmp_path: Path) -> None:
-    advise = Program(tmp_path, "scripts/advise.py")
-    for given, said in {
-        "quick": "link=quick: must be a rate",
-        "newest": "link=newest: no */*/communication.json",
-    }.items():
-        run = advise(*TINY, f"link={given}", ok=False)
-        assert (run.returncode, run.stdout) == (2, "")
-        assert run.stderr.startswith(f"error: {said}")
-    (tmp_path / "communication.json").write_text("{}")
+def test_links_are_rates_or_what_was_measured(tmp_path: Path) -> None:
+    for given, said in {"quick": "link=quick: must be a rate", "newest": "link=newest: no "}.items():
+        with pytest.raises(Refusal, match=said):
+            links(given, str(tmp_path))
+    for age, alpha in enumerate((0.2, 0.1)):
+        file = tmp_path / "communication_net" / str(age) / "communication.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"link": asdict(Link(alpha, 1e-8))}))
+        os.utime(file, (age, age))
+    found = links(["newest", "1gbit", str(tmp_path / "communication_net" / "0")], str(tmp_path))
+    assert [link.alpha for link in found.values()] == [0.1, Link.of_rate("1gbit").alpha, 0.2]
+    file.write_text("{}")
     with pytest.raises(Refusal, match=r"no communication\.json of"):
-        Link.measured(tmp_path)
+        Link.measured(file)
+
+
+@pytest.mark.slow
+def test_advise_measures_one_device_and_predicts_several_machines(tmp_path: Path) -> None:
+    run = Program(tmp_path, "scripts/advise.py")(
+        *TINY, "seconds=0.1", "batch_size=4", "link=[100mbit,10gbit]", cwd=ROOT
+    )
+    report = json.loads((run.folder / "advise.json").read_text())
+    assert report["answer"] in run.stdout
+    slow, fast = ([row for row in report["machines"] if row["link"] == link] for link in ("100mbit", "10gbit"))
+    assert [(row["machines"], row["samples"]) for row in slow] == [(1, 4), (2, 2)]
+    for alone, two in (slow, fast):
+        assert alone["step"] == alone["computing"] > 0 == alone["reducing"]
+        assert two["computing"] < two["step"] <= two["computing"] + two["reducing"]
+    assert slow[1]["computing"] == fast[1]["computing"]
+    latency = 2 * Link.of_rate("100mbit").alpha  # of one bucket
+    assert slow[1]["reducing"] - latency == pytest.approx(100 * (fast[1]["reducing"] - latency))

@@ -69,6 +69,7 @@ def measure(machines: Machines, options: argparse.Namespace, overrides: list[str
     for _ in range(options.rounds):
         for way in steps:
             steps[way].append(median(run(machines, way, options, overrides)))
+            print(f"{machines.rate} {way}: {1000 * steps[way][-1]:.0f} ms a step", file=sys.stderr)
     for way, seconds in steps.items():
         samples = batch_size(way, options)
         low, mid, high = (1000 * each / samples for each in quantiles(seconds, n=4))
