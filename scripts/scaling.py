@@ -1,5 +1,8 @@
 """What a step of ddp takes on several machines with one device each, from what one device takes and a link.
 
+    python scripts/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
+    python scripts/scaling.py 1.19 44.7 100mbit 1gbit     # by the formula alone: seconds of a step, MB of its gradient
+
 A machine of n computes the n-th part of the step's samples, which is measured here, on one device. DDP sends gradients
 in buckets, last layer first; each bucket's all-reduce (a ring) starts when backward has made its last gradient, and the
 one before is done. So of the link's time a step shows only what goes on after its backward pass.
@@ -7,10 +10,14 @@ one before is done. So of the link's time a step shows only what goes on after i
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from link import Link, bits_per_second
 from rich import box
@@ -132,3 +139,38 @@ def conclusion(rows: list[Several]) -> str:
         worse = f"; {', '.join(map(str, slower))} are slower than one" if slower else ""
         said.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
     return "\n".join(said)
+
+
+def eaten(step: float, size: int, link: Link) -> tuple[int, int, float, float]:
+    """Of machines that each take an equal part of the `step` seconds and then sum `size` bytes in a ring: the number
+    from which on they send longer than they compute, the fastest number, and how many times as fast that and 2 are."""
+
+    def seconds(count: int) -> float:
+        return step / count + (link.cost("ring", count, size).seconds if count > 1 else 0.0)
+
+    counts = range(2, 10_000)
+    half = next(count for count in counts if seconds(count) > 2 * step / count)
+    best = min((1, *counts), key=seconds)
+    return half, best, step / seconds(best), step / seconds(2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", type=float, help="that one device takes for a step")
+    parser.add_argument("megabytes", type=float, help="of the gradient")
+    parser.add_argument("link", nargs="+", help="a rate (200mbit), or a folder of communication.py")
+    given = parser.parse_args()
+    print("| link | sends longer than it computes, from | fastest on | times one machine | 2 machines |")
+    print("|---|---|---|---|---|")
+    try:
+        for name, link in links(given.link, "outputs").items():
+            half, best, gain, two = eaten(given.seconds, int(1e6 * given.megabytes), link)
+            print(f"| {name} | {half} | {best} | {gain:.1f} | {two:.2f} |")
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

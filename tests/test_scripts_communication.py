@@ -17,7 +17,7 @@ from conftest import ROOT, Program, free_port
 from forks import Fork
 from link import Link
 from machines import Machines, NoMachines
-from scaling import Computed, buckets, links, numbers, steps
+from scaling import Computed, buckets, eaten, links, numbers, steps
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal
@@ -171,6 +171,16 @@ def test_a_step_shows_what_its_backward_pass_does_not_hide() -> None:
     assert steps(one, slow, 2, 0.5, False) == pytest.approx((0.7, 1.0 + 0.35 + 0.2))
     assert steps(one, fast, 2, 1.0, True) == pytest.approx((0.4, 1.6))  # 64 bits, after backward
     assert numbers(check(compose(*TINY, "batch_size=24"))) == [1, 2, 4, 8]
+
+
+def test_a_link_gains_where_computing_takes_twice_the_gradients_way() -> None:
+    link, size = Link(0.0, 1e-8), 10_000_000  # 0.1 s for a gradient
+    assert eaten(0.19, size, link)[1:3] == (1, 1.0)  # whatever their number
+    half, best, gain, two = eaten(0.41, size, link)
+    assert half == 4  # 1 + 0.41 / 0.2 machines would be 3.05
+    assert best > 1000
+    assert 2 < gain < 0.41 / 0.2
+    assert two == pytest.approx(0.41 / (0.205 + 0.1))
 
 
 def test_buckets_are_ddps() -> None:
