@@ -185,7 +185,7 @@ def test_a_link_gains_where_computing_takes_twice_the_gradients_way() -> None:
 
 def test_buckets_are_ddps() -> None:
     model = nn.Sequential(*(nn.Linear(size, 1000) for size in (10, 3000, 4000, 900, 2500, 5)))
-    parameters: list[Tensor] = list(model.parameters())[::-1]
+    parameters = list[Tensor](model.parameters())[::-1]
     indices, _ = dist._compute_bucket_assignment_by_size(parameters, [1 << 20, 25 << 20])
     sizes = [sum(parameters[index].nbytes for index in bucket) for bucket in indices]
     one = Computed(1.0, [0.0] * len(parameters), [parameter.nbytes for parameter in reversed(parameters)])
