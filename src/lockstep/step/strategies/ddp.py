@@ -66,7 +66,14 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
         with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
-            ddp = SettledDDP(module, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+            ddp = SettledDDP(
+                module,
+                device_ids=device_ids,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                # PowerSGD's hook sends more of a bucket later on: of several, in another order on each rank (gloo aborts)
+                bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
+            )
         if self._compression == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
