@@ -36,17 +36,14 @@ class Machines:
         rate: of each machine's link, in each direction, in tc's words (`200mbit`); None: as fast as memory.
         burst: bytes that a rested link passes at once: few against the messages that are timed, but more than what
             passes while this machine is too busy to look after the link, some milliseconds.
-        loopback_names: a machine's own name is a loopback address, as Debian's and Ubuntu's hosts files have it; False:
-            the address of its link.
 
     Raises:
         NoMachines: this system or user can't make them.
     """
 
-    def __init__(self, count: int, rate: str | None = None, burst: int = 32_768, loopback_names: bool = True) -> None:
+    def __init__(self, count: int, rate: str | None = None, burst: int = 32_768) -> None:
         self.rate = rate
         self.burst = burst
-        self.loopback_names = loopback_names
         self._prefix = f"ls{uuid.uuid4().hex[:6]}"
         self._switch = f"{self._prefix}s"
         self.names = [f"{self._prefix}m{index}" for index in range(count)]
@@ -124,8 +121,7 @@ class Machines:
         for index, name in enumerate(self.names):
             HOSTS.joinpath(name).mkdir(parents=True)
             hosts = {other: self.address(at) for at, other in enumerate(self.names)}
-            if self.loopback_names:
-                hosts[name] = "127.0.1.1"
+            hosts[name] = "127.0.1.1"  # as Debian's: its own name is a loopback address
             lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in hosts.items())]
             HOSTS.joinpath(name, "hosts").write_text("\n".join([*lines, ""]))
             _ip("netns", "add", name)

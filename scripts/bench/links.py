@@ -52,7 +52,7 @@ def main() -> int:
     try:
         for rate in options.rate or ["100mbit"]:
             bits_per_second("--rate", rate)
-            with Machines(options.machines, rate, options.burst, loopback_names=False) as machines:
+            with Machines(options.machines, rate, options.burst) as machines:
                 measure(machines, options, overrides)
     except (NoMachines, Refusal) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -96,7 +96,7 @@ def run(machines: Machines, way: str, options: argparse.Namespace, overrides: li
         *filter(None, [WAYS[way]]),
         *overrides,
     ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}"}
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for index in range(options.machines):
