@@ -129,7 +129,7 @@ def test_a_process_without_a_sample_in_the_second_step(run_train: Program) -> No
 
 
 def test_powersgd_sends_a_network_of_several_buckets(run_train: Program) -> None:
-    """Its hook sends more of a bucket later on: of several, gloo met them in another order on each rank, and aborted."""
+    """Its hook sends more of a bucket later on: several met in another order on each rank, and gloo aborted."""
     task = ("model=resnet18", "data=synthetic", "data.samples=64", "data.image_size=16", "batch_size=4", "threads=1")
     run = run_train(*task, "max_steps=14", "strategy=ddp", "devices=2", "strategy.compression=powersgd", "logger=none")
     assert run.summary["steps"] == 14

@@ -71,7 +71,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
                 device_ids=device_ids,
                 gradient_as_bucket_view=True,
                 broadcast_buffers=False,
-                # PowerSGD's hook sends more of a bucket later on: of several, in another order on each rank (gloo aborts)
+                # PowerSGD's hook sends more of a bucket later on: several would meet in another order on each rank
                 bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
             )
         if self._compression == "powersgd":
