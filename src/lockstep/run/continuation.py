@@ -64,11 +64,13 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
         raise Refusal(f"model._target_={now}: {path} was made by {made}")
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     size = config.layout.batch_size
-    batch_size = before.get("batch_size", size)
+    batch_size, late = before.get("batch_size", size), before.get("late", 0)
     if optimizer is not None and optimizer != chosen:
         raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
         raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
+    if late != config.late:
+        raise Refusal(f"late={config.late}: {path} has gradients under way for late={late}")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
@@ -90,6 +92,11 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
         messages.append(
             "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
             "does not end with the bits of one that was never interrupted"
+        )
+    if config.strategy.average_every:
+        messages.append(
+            "strategy.average_every: the checkpoint has rank zero's optimizer state for all, so the run does not end "
+            "with the bits of one that was never interrupted"
         )
     if recorded["fingerprint"] != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
