@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
@@ -124,6 +124,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
             )
+        if isinstance(callback, WeightAveraging) and config.strategy.average_every:
+            raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
     return [*made.values(), OptimizerCheck(config)]
 
 
