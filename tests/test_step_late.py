@@ -130,7 +130,7 @@ def test_killed_it_goes_on_with_the_gradients_under_way(project: Path, tmp_path:
     refused = go_on(project, cut, "late=1", ok=False)
     assert refused.returncode == 2
     assert "late=1: " in refused.stderr
-    assert "under way for late=2" in refused.stderr
+    assert "holds 2 gradients under way; give late=2 or more" in refused.stderr
     resumed = go_on(project, cut, *(DP if exact == "true" else DDP))
     assert same_bits(resumed, undisturbed)
 

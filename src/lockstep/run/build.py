@@ -27,7 +27,7 @@ from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
 from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum, OwnGradients
+from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
 from lockstep.step.networks import EagerEvaluation
@@ -132,13 +132,14 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
-    averages = config.strategy.average_every is not None
+    own = config.strategy.average_every is not None
     # one piece has no order to depend on
-    kind = OwnGradients if averages else ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
-    alike = 1 if averages else layout.world_size  # processes that hold the same gradient
+    gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
+        make_strategy(layout, asdict(config.strategy)), layout.world_size, config.late, own
+    )
     return StepTrainer(
-        kind(make_strategy(layout, asdict(config.strategy)), layout.world_size, config.late),
-        FiniteGradientCheck(config.nonfinite, alike, later=layout.accelerator == "gpu"),
+        gradients,
+        FiniteGradientCheck(config.nonfinite, 1 if own else layout.world_size, later=layout.accelerator == "gpu"),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,

@@ -145,8 +145,6 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     compression = f"strategy.compression={keys.strategy.compression}" * (keys.strategy.compression != "none")
     average = f"strategy.average_every={keys.strategy.average_every}" * (keys.strategy.average_every is not None)
     late = f"late={keys.late}" * (keys.late > 0)
-    skip = "nonfinite=skip" * (keys.nonfinite == "skip")
-    scaled = precision * (keys.precision == "16-mixed")
     compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
     graphs = compiled * (keys.compile in GRAPHS)
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
@@ -171,13 +169,10 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (compression, auto, "auto sends gradients itself"),
         (average, no_ddp, "only ddp's processes have weights of their own; strategy=ddp"),
         (average, exact, "the result depends on the number of devices"),
-        (average, late, "no gradient is sent"),
-        (average, compression, "no gradient is sent"),
-        (average, skip, "some devices would skip a step and others not; nonfinite=stop"),
-        (average, scaled, "each device would scale its losses by itself; precision=bf16-mixed"),
+        (average, late or compression, "no gradient is sent"),
+        (average or late, "nonfinite=skip" * (keys.nonfinite == "skip"), "other steps have built on it by then"),
+        (average or late, precision * (keys.precision == "16-mixed"), "its loss scale is one for all; bf16-mixed"),
         (late, compression, "a late gradient is sent by itself, and not by DDP, which compresses"),
-        (late, skip, "when a gradient is looked at, later steps have built on its step; nonfinite=stop"),
-        (late, scaled, "the loss scale may change while a gradient is under way; precision=bf16-mixed"),
         (late, graphs, "a CUDA graph overwrites the gradients of the step before; compile=true"),
         (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.loading import Splits
@@ -64,13 +64,16 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
         raise Refusal(f"model._target_={now}: {path} was made by {made}")
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     size = config.layout.batch_size
-    batch_size, late = before.get("batch_size", size), before.get("late", 0)
+    batch_size = before.get("batch_size", size)
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    under_way = len(loops.get("epoch_loop.state_dict", {}).get("late", []))
     if optimizer is not None and optimizer != chosen:
         raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
         raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
-    if late != config.late:
-        raise Refusal(f"late={config.late}: {path} has gradients under way for late={late}")
+    if under_way > config.late:
+        held = counted(under_way, "gradient")
+        raise Refusal(f"late={config.late}: {path} holds {held} under way; give late={under_way} or more")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")

@@ -24,19 +24,14 @@ Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact w
 
 @dataclass(eq=False)
 class StartedSum:
-    """A step's gradient whose sum over all processes may be under way.
-
-    Attributes:
-        parameters: those that are trained in the step.
-        wait: waits for the sum, on all processes in the same order.
-    """
+    """A step's gradient, whose sum over all processes may be under way: for each of the `parameters`, None where no
+    process has one. All processes wait in the same order."""
 
     parameters: list[torch.nn.Parameter]
     wait: Callable[[], Result]
 
     @cached_property
     def result(self) -> Result:
-        """For each parameter its gradient, None where no process has one; waits for it the first time."""
         return self.wait()
 
 
@@ -46,24 +41,27 @@ class GradientSum:
     Args:
         strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
         world_size: worker processes over all nodes.
-        late: steps that a gradient is applied late. More than 0: DDP has no part in it, and passes are followed by
-            `start`, and that many steps later by `give`, instead of `finish`.
+        late: steps between `start`, after a step's passes, and `give`; 0: `finish` does both.
+        own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: int = 0) -> None:
+    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
         self.strategy = strategy
         self.world_size = world_size
         self.late = late
+        self.own = own
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
 
     def begin(self, step_batch: Any) -> None:
         """Before the first micro-batch. DDP waits for every process, so each must have a sample; and where what is
         trained has changed since DDP was told, it would leave that out."""
-        everywhere = self.world_size > 1 and step_batch.all_ranks_have_data
-        self.ddp_sums = everywhere and not self.late and not self.strategy.outdated
+        by_ddp = self.world_size > 1 and not self.late and not self.own
+        self.ddp_sums = by_ddp and step_batch.all_ranks_have_data and not self.strategy.outdated
 
     def weight(self, micro_batch: Any, step_batch: Any) -> float:
         """What a micro-batch's mean loss counts for. DDP divides by the world size, so that is multiplied in."""
+        if self.own:
+            return float(sum(micro_batch.sizes) / step_batch.num_local_samples)
         return sum(micro_batch.sizes) / step_batch.samples * self.world_size
 
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
@@ -81,7 +79,7 @@ class GradientSum:
         """After the last micro-batch: where DDP had no part in it, all processes sum. What no gradient has reached on
         any of them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient
         is 0."""
-        if self.world_size == 1:
+        if self.world_size == 1 or self.own:
             return
         if self.ddp_sums:
             if names := self.strategy.unreached():
@@ -122,19 +120,6 @@ class GradientSum:
             parameter.grad = gradient
 
 
-class OwnGradients(GradientSum):
-    """Sums nothing over processes: each takes its own steps, and weights are averaged (`strategy.average_every`)."""
-
-    def begin(self, step_batch: Any) -> None:
-        """Passes stay without DDP."""
-
-    def weight(self, micro_batch: Any, step_batch: Any) -> float:
-        return sum(micro_batch.sizes) / float(step_batch.num_local_samples)
-
-    def finish(self, step_batch: Any) -> None:
-        """A process without a sample has no gradient, and its optimizer leaves its weights as they are."""
-
-
 class ExactGradientSum(GradientSum):
     """Sums without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact`).
 
@@ -143,10 +128,10 @@ class ExactGradientSum(GradientSum):
     the step's samples comes last; so it does not matter whether it holds one piece or, under dp, several.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: int = 0) -> None:
-        super().__init__(strategy, world_size, late)
-        self.sum: ExactSum | None = None  # of the step under way
-        self.free: list[ExactSum] = []  # those that have been given
+    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
+        super().__init__(strategy, world_size, late, own)
+        self.sums: list[ExactSum] = []  # one for each step that may be under way
+        self.sum: ExactSum | None = None
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
         self.exponents: list[int | None] = []  # the grids, which follow from the steps before: checkpoints hold them
@@ -155,12 +140,14 @@ class ExactGradientSum(GradientSum):
         if not self.everything:
             self.everything = list(self.strategy.lightning_module.parameters())
         trained = [p for p in self.everything if p.requires_grad]
-        if [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
-            self.free, self.parameters = [], trained
-        self.sum = self.free.pop() if self.free else ExactSum([p.detach() for p in self.parameters])
-        if len(self.exponents) == len(self.sum.exponents):
-            self.sum.exponents = self.exponents
-        self.exponents = self.sum.exponents
+        if not self.sums or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
+            self.parameters = trained
+            self.sums = [ExactSum([p.detach() for p in trained]) for _ in range(self.late + 1)]
+            if len(self.exponents) != len(self.sums[0].exponents):
+                self.exponents = self.sums[0].exponents
+            for each in self.sums:
+                each.exponents = self.exponents
+        self.sum = self.sums[step_batch.step % len(self.sums)]
         held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
         for parameter in self.parameters:
             if id(parameter) not in held:  # what no optimizer steps it does not reset either
@@ -185,7 +172,7 @@ class ExactGradientSum(GradientSum):
 
     def start(self, step_batch: Any) -> StartedSum:
         assert self.sum is not None
-        total, parameters, works = self.sum, self.parameters, []
+        total, works = self.sum, []
 
         def send(tensor: Tensor, op: str) -> None:
             if self.world_size > 1:
@@ -195,12 +182,10 @@ class ExactGradientSum(GradientSum):
             for work in works:
                 work.wait()
             sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
-            if parameters is self.parameters:
-                self.free.append(total)
             return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
 
         total.send(send)
-        started = StartedSum(parameters, wait)
+        started = StartedSum(self.parameters, wait)
         if self.late and None in total.grids:  # of a run's first step; those until it is given need a grid too
             total.follow(started.result[1])
         return started

@@ -215,7 +215,7 @@ class StepLoop(_TrainingEpochLoop):
         """Applies the gradients that are under way at the run's end, the oldest first. They count as no steps."""
 
         def closure() -> Tensor:
-            late.give()
+            late.give(late.line.popleft())
             return torch.zeros(())
 
         step = (self.trainer.current_epoch, number, self.trainer.lightning_module.optimizers(), closure)
