@@ -203,9 +203,10 @@ def test_a_sum_is_waited_for_after_the_next_passes(
 
 
 def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(tmp_path: Path) -> None:
+    events: list[str] = []
     said = r"step 2: the gradient is not finite.*; loss of the samples \d+, "
     with pytest.raises(NonFinite, match=said):
-        fit(tmp_path, Tells(events := [], broken=1), GradientSum, late=2)
+        fit(tmp_path, Tells(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 3"
 
     class Saves(Tells):
@@ -213,7 +214,7 @@ def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(t
             self.trainer.save_checkpoint(tmp_path / f"{self.trainer.global_step}.ckpt")
 
     with pytest.raises(NonFinite, match=said):
-        fit(tmp_path, Saves(events := [], broken=1), GradientSum, late=2)
+        fit(tmp_path, Saves(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 1"
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
 

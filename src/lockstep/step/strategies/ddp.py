@@ -134,12 +134,14 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         return output
 
     def _average(self) -> None:
-        """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is."""
+        """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is. When,
+        follows from the step; Lightning's `model_averaging_period` would count anew in a run that goes on."""
         if not self._apart:
             return
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
         copies: list[Any] = [parameter.detach().clone() for parameter in trained]
-        average_parameters(iter(copies), dist.group.WORLD)
+        everybody: Any = dist.group.WORLD
+        average_parameters(iter(copies), everybody)
         with torch.no_grad():
             torch._foreach_copy_(trained, copies)
         self._apart = False
