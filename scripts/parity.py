@@ -54,6 +54,7 @@ CONTROLS = {
     "another permutation": "permuted",
     "short tail scaled as a full step": "windowed",
 }
+LATE = "gradients a step later"  # one more control, where gradients can be late
 
 
 class Different(Exception):
@@ -109,7 +110,8 @@ def judge_layouts(
     if blind:
         raise Different(f"this comparison does not see: {', '.join(blind)}; so it proves nothing")
     if failed:
-        raise Different(f"{len(failed)} of {len(rows) - len(CONTROLS)} trials differ: {', '.join(failed)}")
+        tried = sum(row.kind != "control" for row in rows)
+        raise Different(f"{len(failed)} of {tried} trials differ: {', '.join(failed)}")
 
 
 def compare(
@@ -117,30 +119,36 @@ def compare(
 ) -> tuple[list[Row], Distances, str]:
     """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
     rows: list[Row] = []
-    first: dict[bool, Outcome] = {}  # one device: without and with exact
+    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by `late`
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
     for number, (kind, trial) in enumerate(counted(trials(config, raw), "trial")):
         names = trial.name, ""
         try:
-            layout = check({**raw, **trial.changes}).layout
+            tried = check({**raw, **trial.changes})
+            layout, arithmetic = tried.layout, (tried.layout.exact, tried.late)
             names = trial.name or title(layout), each(layout)
             found = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (Refusal, WorkerFailed) as error:
             if tolerance is None:
                 raise
             # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
-            passed = isinstance(error, Refusal) if kind == "exact" else kind == "control" and "not finite" in str(error)
+            passed = (
+                isinstance(error, Refusal)
+                if kind in ("exact", "late")
+                else kind == "control" and "not finite" in str(error)
+            )
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        reference = first.get(layout.exact, first.get(False, found))
+        default = found if kind == "late" else first.get((False, config.late), found)
+        reference = first.get(arithmetic, default)
         rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(layout.exact, found)
+        first.setdefault(arithmetic, found)
         if kind == "yardstick":
             yardsticks.append(distances(found, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
     assert tolerance is not None
-    return rows, tolerance, explain(first[False], tolerance)
+    return rows, tolerance, explain(first[False, config.late], tolerance)
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -155,11 +163,28 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
     found += [("default", Trial("", layout | default)) for layout in others]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    late = {"late": config.late + 1}
+    if lateable := can_run({**raw, **one, **late}):
+        some: dict[str, dict[str, Any]] = {}  # the first of each strategy
+        for layout in everywhere:
+            some.setdefault(check({**raw, **layout}).layout.strategy, layout)
+        found += [("late", Trial("", layout | exact | late)) for layout in some.values()]
     found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
     wrong = asked(config, raw) | default
     for name, fault in CONTROLS.items():
         found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+    if lateable:
+        found.append(("control", Trial(LATE, one | late)))
     return found
+
+
+def can_run(raw: dict[str, Any]) -> bool:
+    """Whether a config is not refused: gradients can't be late with a loss scaler, say."""
+    try:
+        check(raw)
+    except Refusal:
+        return False
+    return True
 
 
 def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:

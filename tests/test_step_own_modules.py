@@ -22,6 +22,7 @@ from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
 from lockstep.run.resume import key
 
+EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
 SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
 
 
@@ -154,6 +155,11 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
         ("LitDigits", ("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change noth"),
         ("OwnData", (), "mine.OwnData: its train_dataloader would not be asked"),
         ("LitDigits", (SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
+        (
+            "LitDigits",
+            (*DDP, "strategy.average_every=2", EMA),
+            "callbacks.ema: under strategy.average_every each device",
+        ),
         ("AfterBackward", (), "its on_after_backward would see the gradient of a piece"),
         ("Moves", (), "its transfer_batch_to_device would see a whole step instead of a batch"),
         # in the first steps

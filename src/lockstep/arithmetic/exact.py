@@ -89,23 +89,37 @@ class ExactSum:
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
         as nan, on every process.
         """
+        self.send(all_reduce)
+        sums, bounds = self.receive(all_reduce, divisor)
+        self.follow(bounds)
+        return sums
+
+    def send(self, all_reduce: AllReduce) -> None:
+        """The first half of `total`: after it nothing is added. `all_reduce` may still be under way when it returns."""
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
         all_reduce(self.units, "sum")
+
+    def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
+        """The second half, once what `send` began has ended: the sums, and what `follow` takes."""
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
         self.given = [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
         flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
-        for at, bound in enumerate(_bounds(flats)):
-            self.exponents[at] = self._next(self.exponents[at], bound * divisor)
+        bounds = [bound * divisor for bound in _bounds(flats)]
         sums = self._shaped(flats)
         for index in broken:
             sums[index].fill_(math.nan)
-        return sums
+        return sums, bounds
+
+    def follow(self, bounds: Sequence[float]) -> None:
+        """The grids of the sums that begin from now on follow those of which these are the largest elements."""
+        for at, bound in enumerate(bounds):
+            self.exponents[at] = self._next(self.exponents[at], bound)
 
     # --- one group of tensors ---
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
@@ -124,19 +124,22 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
             )
+        if isinstance(callback, WeightAveraging) and config.strategy.average_every:
+            raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
     return [*made.values(), OptimizerCheck(config)]
 
 
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
+    own = config.strategy.average_every is not None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.world_size
+        make_strategy(layout, asdict(config.strategy)), layout.world_size, config.late, own
     )
     return StepTrainer(
         gradients,
-        FiniteGradientCheck(config.nonfinite, layout.world_size, later=layout.accelerator == "gpu"),
+        FiniteGradientCheck(config.nonfinite, 1 if own else layout.world_size, later=layout.accelerator == "gpu"),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,

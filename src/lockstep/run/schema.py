@@ -60,6 +60,7 @@ class StrategyOptions:
 
     sync_batchnorm: Flag = False
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    average_every: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
@@ -119,6 +120,7 @@ class Kept:
     elastic: Flag = False
     hang_timeout: Positive = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
+    late: FromZero = 0
     memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None

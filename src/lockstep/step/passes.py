@@ -17,6 +17,7 @@ from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.late import LateGradients
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
@@ -37,23 +38,28 @@ class StepPasses:
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
+        self.late = LateGradients(gradients, finite) if gradients.late else None
         self._statistics: BatchNormStats | None = None
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
-        """Under exact, the grids: the next sums round to them.
+        """Gradients that are under way; and under exact, the grids: the next sums round to them.
 
         Raises:
-            NonFinite: the last step's gradient was not finite.
+            NonFinite: the last step's gradient was not finite, or one under way.
         """
         self.finite.settle()
+        late = {"late": self.late.state_dict()} if self.late is not None else {}
         if not isinstance(self.gradients, ExactGradientSum):
-            return {}
+            return late
         exact = self._statistics.exact if self._statistics is not None else None
-        return {"gradients": self.gradients.exponents, "statistics": exact.exponents if exact is not None else []}
+        grids = {"gradients": self.gradients.exponents, "statistics": exact.exponents if exact is not None else []}
+        return grids | late
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint held; nothing, where the run before was not exact."""
+        """Takes what a checkpoint held; no grids, where the run before was not exact."""
+        if self.late is not None:
+            self.late.load_state_dict(state.get("late", []))
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
             self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
@@ -66,6 +72,7 @@ class StepPasses:
         backward: Callable[[Tensor], Any],
     ) -> Outputs:
         """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
+        With late gradients they get the one that is due instead, or none.
 
         Args:
             forward: from a micro-batch's batch to what `training_step` returns.
@@ -104,13 +111,16 @@ class StepPasses:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
             raise
-        self.gradients.finish(step_batch)
-        statistics.finish(step_batch)
         losses = [outputs["loss"] for outputs in found]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
-            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
-                buffer.resize_(value.shape).copy_(value)
+        if self.late is not None:
+            self.late.step(step_batch, losses, statistics)
+        else:
+            self.gradients.finish(step_batch)
+            statistics.finish(step_batch)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
+                for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
+                    buffer.resize_(value.shape).copy_(value)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'

@@ -14,7 +14,7 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
     if layout.strategy == "ddp":
         from lockstep.step.strategies.ddp import DistributedDataParallel
 
-        return DistributedDataParallel(options["compression"], options["sync_batchnorm"])
+        return DistributedDataParallel(options["compression"], options["sync_batchnorm"], options["average_every"])
     kind = "cuda" if layout.accelerator == "gpu" else "cpu"
     if layout.strategy == "dp":
         from lockstep.step.strategies.dp import DataParallel
