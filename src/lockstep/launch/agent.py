@@ -72,7 +72,7 @@ def launch(
     if found := external_workers():
         if found != layout.world_size:
             raise Refusal(
-                f"{found} workers exist, the layout needs {layout.world_size}: give ddp, devices x num_nodes = {found}"
+                f"{found} workers exist, the layout needs {layout.world_size}: give ddp or pipeline, devices x num_nodes = {found}"
             )
         join_external()
         try:
@@ -89,7 +89,7 @@ def launch(
 
     for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
-    workers = layout.world_size // layout.num_nodes if layout.strategy == "ddp" else 1  # of this machine
+    workers = max(1, layout.world_size // layout.num_nodes)  # of this machine
     with (
         environment_kept(),
         forwarding() as received,

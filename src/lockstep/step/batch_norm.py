@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.exact import ExactSum, alone
 from lockstep.step.gradients import all_reduce
+from lockstep.step.stages import runs
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:
@@ -56,10 +57,13 @@ class BatchNormStats:
         self.active = False
         self.start: list[Tensor] = []
         self.start_counts: list[Tensor] = []
-        self.total: list[Tensor] = []
+        self.total: list[Tensor | None] = []
         self.counts: list[Tensor] = []
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
-        self.exact = ExactSum(self.buffers, floor=0) if exact else None
+        self.exact: ExactSum | None = None
+        if exact:
+            owners = [layer for layer in self.layers for _ in kinds]
+            self.exact = ExactSum(self.buffers, 0, runs(module, owners), [strategy.holds(layer) for layer in owners])
         if self.exact is not None and exponents:
             self.exact.exponents = list(exponents)
 
@@ -105,7 +109,8 @@ class BatchNormStats:
                 self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
             torch._foreach_div_(self.total, step_batch.num_nonempty)
         for at, layer in enumerate(self.layers):
-            if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
+            # frozen by `eval()`: the mean of equal numbers would round; or another process's
+            if not layer.training or self.total[2 * at] is None:
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         torch._foreach_copy_(self.counters, self.counts)

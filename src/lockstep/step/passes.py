@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
@@ -50,7 +52,17 @@ class StepPasses:
         if not isinstance(self.gradients, ExactGradientSum):
             return {}
         exact = self._statistics.exact if self._statistics is not None else None
-        return {"gradients": self.gradients.exponents, "statistics": exact.exponents if exact is not None else []}
+        statistics = exact.exponents if exact is not None else []
+        return {
+            "gradients": self._whole(self.gradients.exponents, self.gradients.sum),
+            "statistics": self._whole(statistics, exact),
+        }
+
+    def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+        """The grids of all groups: each process knows those of the groups that it sums."""
+        own = total.own if total is not None else []
+        found = self.gradients.strategy.gathered({at: exponents[at] for at in own})
+        return [found.get(at, exponent) for at, exponent in enumerate(exponents)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what a checkpoint held; nothing, where the run before was not exact."""
@@ -81,25 +93,34 @@ class StepPasses:
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
+        waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
                 beat(step_batch.step, number)
                 batch = self._batch(trainer, micro_batch, step_batch.step)
                 statistics.before()
                 seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
+                weight = self.gradients.weight(micro_batch, step_batch)
                 with trainer.strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    weight = self.gradients.weight(micro_batch, step_batch)
-                    backward(loss if weight == 1 else loss * weight)
-                self.gradients.collect()
+                    if trainer.strategy.ahead:
+                        waiting.append((micro_batch, seeds, batch, loss * weight))
+                    else:
+                        backward(loss if weight == 1 else loss * weight)
                 statistics.after()
+                if len(waiting) > trainer.strategy.ahead:
+                    found.append(self._behind(trainer, *waiting.popleft(), forward, backward))
+                if trainer.strategy.ahead:
+                    continue
+                self.gradients.collect()
                 if self.graphs:
                     outputs = {name: value.clone() for name, value in outputs.items()}
                     if number == 0 and len(step_batch.micro_batches) > 1:
                         _own_gradients(module)
                 found.append(outputs)
+            found += [self._behind(trainer, *each, forward, backward) for each in waiting]
         except RuntimeError as error:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
@@ -116,6 +137,23 @@ class StepPasses:
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
+
+    def _behind(
+        self,
+        trainer: Any,
+        micro_batch: MicroBatch,
+        seeds: list[int],
+        batch: Any,
+        loss: Tensor,
+        forward: Callable[[Any], Any],
+        backward: Callable[[Tensor], Any],
+    ) -> Outputs:
+        """The backward pass of a pipeline's stage before the last, which knows by now what the last one made of it."""
+        with trainer.strategy.micro_batch(micro_batch, seeds), trainer.strategy.again(), torch.no_grad():
+            outputs = _numbers(forward(batch))[1]
+        backward(loss)
+        self.gradients.collect()
+        return outputs
 
     def _statistics_of(self, module: nn.Module) -> BatchNormStats:
         """Made at the first step: the module is where it will stay."""
