@@ -83,7 +83,8 @@ class BatchNormStats:
     def before(self) -> None:
         """Puts the step's beginning back before a micro-batch."""
         if self.active:
-            torch._foreach_copy_(self.buffers, self.start)
+            # a pipeline's backward passes are still to come; autograd keeps these for them, and need not know
+            torch._foreach_copy_([buffer.data for buffer in self.buffers], self.start)
             torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
 
     def after(self) -> None:

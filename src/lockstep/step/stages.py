@@ -18,7 +18,7 @@ MEASURED = 3  # times; the fastest counts
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The parts that a piece passes one after the other: what `stages()` returns, the module's own or its only
-    network's; else the children of its only network, if that is an nn.Sequential. Empty where it is no such sequence."""
+    network's; else the children of its only network, if that is an nn.Sequential. Empty where there is neither."""
     found = list(networks(module))
     for owner in (module, *found[:1]) if len(found) == 1 else (module,):
         if callable(getattr(type(owner), "stages", None)):

@@ -191,9 +191,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self._forward, self._calls = forward, 0
         found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
         if not self._calls:
-            raise Refusal(
-                f"strategy=pipeline: {name} must call self(x), which passes all stages, not a layer of its own"
-            )
+            raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -233,8 +231,8 @@ class Pipeline(PieceStrategy, DDPStrategy):
     # --- handing on ---
 
     def send(self, tensor: Tensor, to: int, start: Tensor | None = None) -> None:
-        """Hands a tensor on, as it lies in memory: kernels may round by that. Where random numbers have been drawn since
-        the generators' state `start`, the next stage draws on from here."""
+        """Hands a tensor on, as it lies in memory: kernels may round by that. Where random numbers have been drawn
+        since the generators' state `start`, the next stage draws on from here."""
         tensor = tensor.detach()
         once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]  # expanded
         stored = once if dense(once) else once.contiguous()
@@ -342,7 +340,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
 
 def _must_be_forward(model: Any, parts: list[nn.Module], x: Tensor, precision: Any) -> None:
     """Refusal: the parts in a row don't compute what `forward` does, or hand on something else than a tensor."""
-    kind = type(model).__name__
+    kind = f"strategy=pipeline: part {{}} of {type(model).__name__}"
     with torch.no_grad(), precision.forward_context():
         wanted, y = model.forward(x.clone()), x.clone()
         for at, part in enumerate(parts):
@@ -350,16 +348,12 @@ def _must_be_forward(model: Any, parts: list[nn.Module], x: Tensor, precision: A
                 y = part(y)
             except Exception as error:
                 why = str(error).partition("\n")[0]
-                raise Refusal(
-                    f"strategy=pipeline: part {at} of {kind} can't take what the one before gives: {why}"
-                ) from error
+                raise Refusal(f"{kind.format(at)} can't take what comes before: {why}") from error
             if not isinstance(y, Tensor) or not y.is_floating_point():
-                raise Refusal(
-                    f"strategy=pipeline: part {at} of {kind} returns no floating-point tensor to be handed on"
-                )
+                raise Refusal(f"{kind.format(at)} returns no floating-point tensor that could be handed on")
     if not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
         raise Refusal(
-            f"strategy=pipeline: the parts of {kind} one after the other don't give what its forward() does: "
+            f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its forward() does: "
             "stages() must return all of it, in order"
         )
 

@@ -95,7 +95,7 @@ class _Redirected:
 
 
 def twin(module: Any) -> Any:
-    """An object with the module's attributes and class, whose `forward` is its strategy's: the user's stays as it is."""
+    """An object with the module's attributes and class, whose `forward` is the strategy's; the module's own stays."""
     kind: Any = type(module)
     found = object.__new__(_redirected(kind))
     object.__setattr__(found, "__dict__", module.__dict__)
