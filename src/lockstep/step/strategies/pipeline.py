@@ -69,6 +69,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self._forward: Any = None  # what takes the place of the module's forward
         self._calls = 0
         self._again = False
+        self._inside = False  # of a step of the module's
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
@@ -188,8 +189,11 @@ class Pipeline(PieceStrategy, DDPStrategy):
             return self._call("predict_step", self._evaluate, *args, **kwargs)
 
     def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self._forward, self._calls = forward, 0
-        found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+        self._forward, self._calls, self._inside = forward, 0, True
+        try:
+            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+        finally:
+            self._inside = False
         if not self._calls:
             raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
@@ -259,14 +263,15 @@ class Pipeline(PieceStrategy, DDPStrategy):
         header = torch.empty(4 + 2 * MOST_DIMENSIONS, dtype=torch.int64)
         dist.recv(header, source, group)
         dimensions, kind, drawn, size, *rest = header.tolist()
-        flat = torch.empty(size, dtype=DTYPES[kind], device=self.root_device)
-        dist.recv(flat.view(torch.uint8), source, group)
+        shape, strides = rest[:dimensions], rest[dimensions : 2 * dimensions]
+        tensor = torch.empty_strided(shape, strides, dtype=DTYPES[kind], device=self.root_device)
+        dist.recv(tensor.as_strided((size,), (1,)).view(torch.uint8), source, group)
         if drawn:
             state = self._random()
             dist.recv(state, source, group)
             self._random(state)
         self.waited += time.perf_counter() - began
-        return flat.as_strided(rest[:dimensions], rest[dimensions : 2 * dimensions])
+        return tensor
 
     def _random(self, state: Tensor | None = None) -> Tensor:
         """The state of the generators that layers draw from, which is `state` from now on."""
@@ -333,6 +338,11 @@ class Pipeline(PieceStrategy, DDPStrategy):
         parameters = list(self.precision_plugin.main_params(optimizer))
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._inside:
+            raise Refusal("strategy=pipeline: a step can't gather from other ranks: each of them has all samples")
+        return super().all_gather(tensor, group, sync_grads)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Nothing to be done: what is logged is the same on all ranks."""
         return tensor
@@ -353,8 +363,8 @@ def _must_be_forward(model: Any, parts: list[nn.Module], x: Tensor, precision: A
                 raise Refusal(f"{kind.format(at)} returns no floating-point tensor that could be handed on")
     if not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
         raise Refusal(
-            f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its forward() does: "
-            "stages() must return all of it, in order"
+            f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its forward() "
+            "does: stages() must return all of it, in order"
         )
 
 
