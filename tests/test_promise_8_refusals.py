@@ -61,7 +61,7 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=pipeline devices=2 +strategy.compression=bf16", "compression=bf16 and strategy=pipeline don't"),
     ("strategy=pipeline devices=2 elastic=true", "elastic=true and strategy=pipeline don't"),
     ("strategy=ddp devices=2 +strategy.split=[3]", "strategy.split and strategy=ddp don't go together"),
-    ("strategy=pipeline devices=2 strategy.split=[-1]", "strategy.split=.*-1"),
+    ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
     ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),

@@ -166,7 +166,6 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
         ("Views", DP, "training_step calls forward() more than once"),
         ("Views", PIPELINE, "training_step calls forward() more than once"),
         ("Past", PIPELINE, "training_step must call self(x), which passes all stages"),
-        ("Gathers", PIPELINE, "a step can't gather from other ranks"),
         ("Penalty", PIPELINE, "training_step uses net.1.bias outside of forward(), and another device holds it"),
         ("Spare", PIPELINE, "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only"),
         ("Disorder", PIPELINE, "the parts of Disorder one after the other don't give what its forward() does"),

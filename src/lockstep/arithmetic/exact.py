@@ -42,8 +42,7 @@ class ExactSum:
         like: tensors that the addends have the shape, strides and device of.
         floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
         runs: a number for each tensor; those with different ones share no grid.
-        held: whether each tensor is summed here; others, of which those with their number must be one, are summed by
-            another process, and None takes their place.
+        held: whether each tensor is summed here, alike for all of one run; `total` returns others as `like` has them.
 
     Attributes:
         own: the groups of tensors that are summed here.
@@ -51,11 +50,7 @@ class ExactSum:
     """
 
     def __init__(
-        self,
-        like: Sequence[Tensor],
-        floor: int | None = None,
-        runs: Sequence[int] = (),
-        held: Sequence[bool] = (),
+        self, like: Sequence[Tensor], floor: int | None = None, runs: Sequence[int] = (), held: Sequence[bool] = ()
     ) -> None:
         self.like = list(like)
         self.floor = floor
@@ -63,9 +58,8 @@ class ExactSum:
         self.dense = [dense(tensor) for tensor in self.like]
         self.groups = _group(self.like, runs or [0] * len(self.like))
         self.own = [at for at, group in enumerate(self.groups) if not held or held[group[0]]]
-        self.sizes = [0] * len(self.groups)
-        for at in self.own:
-            self.sizes[at] = sum(self.like[index].numel() for index in self.groups[at])
+        elements = [sum(self.like[index].numel() for index in group) for group in self.groups]
+        self.sizes = [size if at in self.own else 0 for at, size in enumerate(elements)]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
         # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
         # constant is in them, how many addends outgrew their grids, and which tensors were given at all
@@ -95,7 +89,7 @@ class ExactSum:
             else:  # nan too
                 self.outgrown.append((at, flat.clone()))
 
-    def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor | None]:
+    def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
 
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
@@ -117,7 +111,7 @@ class ExactSum:
         sums = self._shaped(flats)
         for index in broken:
             sums[index].fill_(math.nan)
-        return [sums.get(index) for index in range(len(self.like))]
+        return [sums.get(index, like) for index, like in enumerate(self.like)]
 
     # --- one group of tensors ---
 

@@ -57,7 +57,7 @@ class BatchNormStats:
         self.active = False
         self.start: list[Tensor] = []
         self.start_counts: list[Tensor] = []
-        self.total: list[Tensor | None] = []
+        self.total: list[Tensor] = []
         self.counts: list[Tensor] = []
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
         self.exact: ExactSum | None = None
@@ -110,8 +110,7 @@ class BatchNormStats:
                 self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
             torch._foreach_div_(self.total, step_batch.num_nonempty)
         for at, layer in enumerate(self.layers):
-            # frozen by `eval()`: the mean of equal numbers would round; or another process's
-            if not layer.training or self.total[2 * at] is None:
+            if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round
                 self.total[2 * at : 2 * at + 2] = self.start[2 * at : 2 * at + 2]
         torch._foreach_copy_(self.buffers, self.total)
         torch._foreach_copy_(self.counters, self.counts)

@@ -65,7 +65,7 @@ class FiniteGradientCheck:
         if self.later:
             self.settle()
             sums = [g.sum(dtype=torch.float64) for g in gradients]
-            finite = torch.stack(sums or [torch.zeros((), device=module.device)]).isfinite().all()
+            finite = torch.stack(sums or [next(module.parameters()).new_zeros(())]).isfinite().all()
             if self.staged:
                 dist.all_reduce(finite := finite.int(), dist.ReduceOp.MIN)
             self._asked = *_on_its_way(finite), (step_batch, losses, scaler)

@@ -95,8 +95,8 @@ class ExactGradientSum(GradientSum):
             self.everything = list(self.strategy.lightning_module.parameters())
         trained = [p for p in self.everything if p.requires_grad]
         if self.sum is None or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
-            cut, held = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
-            self.sum, self.parameters = ExactSum([p.detach() for p in trained], runs=cut, held=held), trained
+            borders, mine = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
+            self.sum, self.parameters = ExactSum([p.detach() for p in trained], None, borders, mine), trained
             if len(self.exponents) == len(self.sum.exponents):
                 self.sum.exponents = self.exponents
             self.exponents = self.sum.exponents

@@ -52,10 +52,9 @@ class StepPasses:
         if not isinstance(self.gradients, ExactGradientSum):
             return {}
         exact = self._statistics.exact if self._statistics is not None else None
-        statistics = exact.exponents if exact is not None else []
         return {
             "gradients": self._whole(self.gradients.exponents, self.gradients.sum),
-            "statistics": self._whole(statistics, exact),
+            "statistics": self._whole(exact.exponents if exact is not None else [], exact),
         }
 
     def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
@@ -93,7 +92,17 @@ class StepPasses:
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
+        strategy = trainer.strategy
         waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
+
+        def follow() -> None:
+            """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
+            micro_batch, seeds, batch, loss = waiting.popleft()
+            with strategy.micro_batch(micro_batch, seeds), strategy.again(), torch.no_grad():
+                found.append(_numbers(forward(batch))[1])
+            backward(loss)
+            self.gradients.collect()
+
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
                 beat(step_batch.step, number)
@@ -101,18 +110,18 @@ class StepPasses:
                 statistics.before()
                 seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
                 weight = self.gradients.weight(micro_batch, step_batch)
-                with trainer.strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
+                with strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    if trainer.strategy.ahead:
-                        waiting.append((micro_batch, seeds, batch, loss * weight))
+                    if strategy.ahead:
+                        waiting.append((micro_batch, seeds, batch, loss))
                     else:
                         backward(loss if weight == 1 else loss * weight)
                 statistics.after()
-                if len(waiting) > trainer.strategy.ahead:
-                    found.append(self._behind(trainer, *waiting.popleft(), forward, backward))
-                if trainer.strategy.ahead:
+                if strategy.ahead:
+                    if len(waiting) > strategy.ahead:
+                        follow()
                     continue
                 self.gradients.collect()
                 if self.graphs:
@@ -120,7 +129,8 @@ class StepPasses:
                     if number == 0 and len(step_batch.micro_batches) > 1:
                         _own_gradients(module)
                 found.append(outputs)
-            found += [self._behind(trainer, *each, forward, backward) for each in waiting]
+            while waiting:
+                follow()
         except RuntimeError as error:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
@@ -137,23 +147,6 @@ class StepPasses:
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
-
-    def _behind(
-        self,
-        trainer: Any,
-        micro_batch: MicroBatch,
-        seeds: list[int],
-        batch: Any,
-        loss: Tensor,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], Any],
-    ) -> Outputs:
-        """The backward pass of a pipeline's stage before the last, which knows by now what the last one made of it."""
-        with trainer.strategy.micro_batch(micro_batch, seeds), trainer.strategy.again(), torch.no_grad():
-            outputs = _numbers(forward(batch))[1]
-        backward(loss)
-        self.gradients.collect()
-        return outputs
 
     def _statistics_of(self, module: nn.Module) -> BatchNormStats:
         """Made at the first step: the module is where it will stay."""

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.step.networks import networks
-
-MEASURED = 3  # times; the fastest counts
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The parts that a piece passes one after the other: what `stages()` returns, the module's own or its only
     network's; else the children of its only network, if that is an nn.Sequential. Empty where there is neither."""
     found = list(networks(module))
-    for owner in (module, *found[:1]) if len(found) == 1 else (module,):
+    only = found if len(found) == 1 else []
+    for owner in (module, *only):
         if callable(getattr(type(owner), "stages", None)):
             return list(owner.stages())  # type: ignore[operator]
-    return list(found[0]) if len(found) == 1 and isinstance(found[0], nn.Sequential) else []
+    return list(only[0]) if only and isinstance(only[0], nn.Sequential) else []
+
+
+def contents(part: nn.Module) -> list[Any]:
+    """All parameters, buffers and layers."""
+    return [*part.parameters(), *part.buffers(), *part.modules()]
 
 
 def runs(module: nn.Module, things: Iterable[Any]) -> list[int]:
     """For each of some parameters or layers of a module a number that grows where the next one is in another part.
-
-    Exact sums share no grid over such a border, so that they are the same wherever a pipeline is cut.
-    """
+    Exact sums share no grid over such a border, and so are the same wherever a pipeline is cut."""
     part_of = {id(thing): at for at, part in enumerate(parts_of(module)) for thing in contents(part)}
-    found, before = [0], None
-    for at, thing in enumerate(things):
-        part = part_of.get(id(thing))
-        found.append(found[-1] + (at > 0 and part != before))
-        before = part
-    return found[1:]
+    parts = [part_of.get(id(thing)) for thing in things]
+    found = [0]
+    for before, now in pairwise(parts):
+        found.append(found[-1] + (before != now))
+    return found[: len(parts)]
 
 
-def contents(part: nn.Module) -> list[Any]:
-    """All parameters and layers."""
-    return [*part.parameters(), *part.modules()]
-
-
-def starts_of(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
-    """Where `strategy.split` wants the second and later stages to begin: numbers or names of parts.
+def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
+    """The parts with which the second and later stages begin, by `strategy.split`: their numbers or names.
 
     Raises:
         Refusal: there is no such part, or not as many as stages, or they are out of order.
@@ -63,41 +58,14 @@ def starts_of(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int
 
 
 def balanced(seconds: Sequence[float], stages: int) -> list[int]:
-    """Where the second and later stages begin, so that the slowest takes the least time."""
+    """The parts with which the second and later stages begin, so that the slowest takes the least time."""
 
     @cache
     def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Of what begins at part `start`, in `left` stages: the slowest one's time, and where the others begin."""
+        """The slowest of the last `left` stages, the first of which begins with part `start`, and where others do."""
         if left == 1:
             return sum(seconds[start:]), ()
-        found = []
-        for cut in range(start + 1, len(seconds) - left + 2):
-            slowest, later = best(cut, left - 1)
-            found.append((max(sum(seconds[start:cut]), slowest), (cut, *later)))
-        return min(found)
+        cuts = ((cut, best(cut, left - 1)) for cut in range(start + 1, len(seconds) - left + 2))
+        return min((max(sum(seconds[start:cut]), slowest), (cut, *later)) for cut, (slowest, later) in cuts)
 
     return list(best(0, stages)[1])
-
-
-def measured(parts: Sequence[nn.Module], x: Tensor) -> list[float]:
-    """Seconds that each part's forward and backward pass of a piece `x` takes."""
-    seconds = []
-    for part in parts:
-        took = []
-        for _ in range(MEASURED):
-            given = x.detach().clone().requires_grad_(x.is_floating_point())
-            start = _now(x)
-            y = part(given * 1)  # a part may change what it is given
-            if y.requires_grad:
-                wanted = [t for t in (given, *part.parameters()) if t.requires_grad]
-                torch.autograd.grad(y.float().sum(), wanted, allow_unused=True)
-            took.append(_now(x) - start)
-        seconds.append(min(took))
-        x = y.detach()
-    return seconds
-
-
-def _now(x: Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()

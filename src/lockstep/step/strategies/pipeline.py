@@ -1,17 +1,15 @@
 """`strategy=pipeline`: a process per device, each with a stage of the network, through which a step's pieces flow.
 
 Every process runs the module's own `training_step` on every piece, up to its call of `self(x)`. There the first stage
-computes from `x` and hands its output on; each later one gets its input from the stage before it; the last one, on rank
-zero, returns what the network gives, and its step goes on to the loss. The others leave theirs; when the last stage's
-output has come to them, they run it again with that in place of the forward pass, so that losses, metrics and what is
-logged are there on every rank. In the backward pass, gradients travel the other way.
+computes from `x` and hands its output on, later ones compute from what they get, and the last one, on rank zero, goes
+on to the loss. The others leave theirs; when the last stage's output has come to them, they run it again with that in
+place of the forward pass, so that losses, metrics and what is logged are there on every rank. In the backward pass
+gradients travel the other way: the end of a stage is a node of autograd's that waits for its gradient there, its
+beginning one that sends it.
 
 The schedule is 1F1B (Narayanan et al., PipeDream, 2019): with r stages after it, a stage is r pieces ahead, and then
 takes forward and backward passes in turn, so that it keeps the activations of r + 1 pieces, however many a step has.
-Backward passes come in the order of the pieces, as on one device; so sums have the same order, and the same bits.
-
-Handing on is autograd's: the end of a stage is a node whose backward pass waits for the gradient, its beginning one
-whose backward pass sends it.
+Backward passes come in the order of the pieces, as on one device: sums have the same order, and the same bits.
 """
 
 from __future__ import annotations
@@ -29,32 +27,31 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lockstep.arithmetic.exact import dense
 from lockstep.arithmetic.layout import Refusal
-from lockstep.step.stages import balanced, contents, measured, parts_of, starts_of
+from lockstep.step.stages import balanced, chosen, contents, parts_of
 from lockstep.step.strategies.single import PieceStrategy, T, twin
 
 LOG = logging.getLogger("lockstep")
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)  # that can be handed on
-MOST_DIMENSIONS = 8
-ON_THEIR_WAY = 2  # tensors to one rank that are kept until it has them
+MEASURED = 3  # passes of which the fastest counts
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DIMENSIONS = 8  # of a tensor that is handed on, at most
+KEPT = 2  # tensors on their way to one rank; then it is waited for
 
 
 class Pipeline(PieceStrategy, DDPStrategy):
-    """A process per device, a stage each; rank zero has the last one.
-
-    Other stages' parameters keep their names and shapes, and hold nothing: they read as nan.
+    """A process per device, a stage each; rank zero has the last one. Parameters of other stages keep their names and
+    shapes, and read as nan.
 
     Args:
         split: numbers or names of the parts with which the second and later stages begin; none: by measured time.
 
     Attributes:
-        ahead: pieces that this stage's forward passes are ahead of its backward passes.
-        waited: seconds that this process has waited for what another one computes.
+        waited: seconds that this process has waited for what others compute.
     """
 
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
@@ -62,18 +59,21 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self.waited = 0.0
         self._split = split
         self._stage: nn.Module | None = None
-        self._rank_of: dict[int, int] = {}  # by id of a parameter or layer of a stage
-        self._names: dict[str, int] = {}  # the same by name of a parameter or buffer
+        self._rank_of: dict[int, int] = {}  # by id of a stage's parameters, buffers and layers
+        self._names: dict[str, int] = {}  # by name of a parameter or buffer
         self._sent: dict[int, deque[Any]] = defaultdict(deque)
-        self._back: Any = None  # the process group for what goes towards the first stage
-        self._forward: Any = None  # what takes the place of the module's forward
+        self._back: Any = None  # the process group of what goes towards the first stage
+        self._instead: Any = None  # what takes the place of the module's forward
         self._calls = 0
         self._again = False
-        self._inside = False  # of a step of the module's
 
     @property
     def ahead(self) -> int:  # type: ignore[override]
         return self.global_rank
+
+    @property
+    def _first(self) -> bool:
+        return self.global_rank == self.world_size - 1
 
     # --- the cut ---
 
@@ -86,16 +86,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
             self._cut(model)
         return model
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            for parameter in [p for p in optimizer.state if not self.holds(p)]:  # Adagrad's, which has one at once
-                del optimizer.state[parameter]
-
     def _cut(self, model: Any) -> None:
         """Keeps this rank's stage, and gives up the memory of the others'."""
-        parts, stages = parts_of(model), self.world_size
-        kind = type(model).__name__
+        parts, stages, kind = parts_of(model), self.world_size, type(model).__name__
         if not parts:
             raise Refusal(
                 f"strategy=pipeline: {kind} is no network in a row that could be cut: it needs an nn.Sequential as its "
@@ -103,59 +96,76 @@ class Pipeline(PieceStrategy, DDPStrategy):
             )
         if len(parts) < stages:
             raise Refusal(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
-        modes = [(layer, layer.training) for layer in model.modules()]
-        model.eval()
-        x = self._example()
-        _must_be_forward(model, parts, x, self.precision_plugin)
-        if self._split:
-            starts = starts_of(model, parts, self._split, stages)
-        else:
-            with self.precision_plugin.forward_context():
-                seconds = measured(parts, x) if self.is_global_zero else []
-            starts = balanced(self.broadcast(seconds), stages)
-        for layer, training in modes:
-            layer.training = training
+        seconds = self.broadcast(self._measured(model, parts))
+        starts = chosen(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
         for rank, start, end in zip(reversed(range(stages)), [0, *starts], [*starts, len(parts)], strict=True):
             stage = nn.Sequential(*parts[start:end])
-            for thing in contents(stage):
-                if isinstance(thing, nn.Parameter) and self._rank_of.get(id(thing), rank) != rank:
-                    raise Refusal(f"strategy=pipeline: two stages of {kind} share a parameter: strategy.split=...")
-                self._rank_of[id(thing)] = rank
+            if any(self._rank_of.get(id(parameter), rank) != rank for parameter in stage.parameters()):
+                raise Refusal(f"strategy=pipeline: stages of {kind} share a parameter; strategy.split=[...] elsewhere")
+            self._rank_of |= dict.fromkeys(map(id, contents(stage)), rank)
             if rank == self.global_rank:
                 self._stage = stage
-        for path, layer in model.named_modules(remove_duplicate=False):
-            for name, parameter in layer.named_parameters(path, recurse=False):
-                self._names[name] = self._rank_of.get(id(parameter), 0)
-            for name, _ in layer.named_buffers(path, recurse=False):
-                self._names[name] = self._rank_of.get(id(layer), 0)
+        self._names = {name: self._owner(value) for name, value in model.state_dict(keep_vars=True).items()}
+        for layer in model.modules():
             if isinstance(layer, Metric):  # every rank sees all samples
                 layer.distributed_available_fn = _never
         for name, parameter in model.named_parameters():
             if not self.holds(parameter):
                 if parameter.requires_grad:
-                    parameter.register_hook(_elsewhere(name))
+                    parameter.register_hook(_refuses(name))
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
-        if self.root_device.type == "cuda":  # NCCL's sends of one group would wait for each other
+        if self.root_device.type == "cuda":  # NCCL's sends of one group wait for each other
             self._back = dist.new_group()
         if self.is_global_zero:
             LOG.info("%d parts, stages begin with part %s", len(parts), ", ".join(map(str, [0, *starts])))
 
-    def _example(self) -> Any:
+    def _measured(self, model: Any, parts: list[nn.Module]) -> list[float]:
+        """Seconds that each part takes for a piece.
+
+        Raises:
+            Refusal: in a row they don't give what `forward` does.
+        """
+        modes = [(layer, layer.training) for layer in model.modules()]
+        model.eval()
+        seconds, y, why = [math.inf] * len(parts), None, ""
+        with torch.no_grad(), self.precision_plugin.forward_context():
+            x = self._example(model)
+            wanted = model.forward(x.clone())
+            try:
+                for _ in range(MEASURED):
+                    y = x.clone()
+                    for at, part in enumerate(parts):
+                        start = time.perf_counter()
+                        y = part(y)
+                        if x.is_cuda:
+                            torch.cuda.synchronize()
+                        seconds[at] = min(seconds[at], time.perf_counter() - start)
+            except Exception as error:
+                why = f" (part {at}: {str(error).splitlines()[0]})"
+        if why or not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
+            raise Refusal(
+                f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its "
+                f"forward() does{why}: stages() must return all of it, in order"
+            )
+        for layer, training in modes:
+            layer.training = training
+        return seconds
+
+    def _example(self, model: Any) -> Any:
         """What the step that is going to be run gives `forward` for a piece of the data."""
-        module: Any = self.lightning_module
-        trainer = module.trainer
-        fits = trainer.state.fn == TrainerFn.FITTING
-        name = "training_step" if fits else f"{trainer.state.stage.value}_step"
-        args = trainer.datamodule.piece("train" if fits else "test"), 0
-        taken = args[: len(signature(getattr(module, name)).parameters)]
+        fits = model.trainer.state.fn == "fit"
+        name = "training_step" if fits else f"{model.trainer.state.stage.value}_step"
+        args = model.trainer.datamodule.piece("train" if fits else "test"), 0
         try:
-            with self.precision_plugin.forward_context():
-                self._call(name, _reach, *taken)
+            return self._call(name, _leave, *args[: len(signature(getattr(model, name)).parameters)])
         except _Left as left:
             return left.value
 
+    def _owner(self, thing: Any) -> int:
+        return self._rank_of.get(id(thing), 0)
+
     def holds(self, thing: Any) -> bool:
-        return self._rank_of.get(id(thing), 0) == self.global_rank
+        return self._owner(thing) == self.global_rank
 
     # --- passes ---
 
@@ -163,18 +173,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
         """The loss; of a stage before the last, what has its place until the last one's is known."""
         with self.precision_plugin.train_step_context():
             try:
-                return self._call("training_step", self._result if self._again else self._train, *args, **kwargs)
+                return self._call("training_step", self._told if self._again else self._train, *args, **kwargs)
             except _Left as left:
                 return left.value
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Steps inside are those of a piece that the last stage has passed."""
-        self._again = True
-        try:
-            yield
-        finally:
-            self._again = False
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
@@ -188,12 +189,18 @@ class Pipeline(PieceStrategy, DDPStrategy):
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", self._evaluate, *args, **kwargs)
 
-    def _call(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        self._forward, self._calls, self._inside = forward, 0, True
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Training steps inside are those of pieces that the last stage has passed."""
+        self._again = True
         try:
-            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+            yield
         finally:
-            self._inside = False
+            self._again = False
+
+    def _call(self, name: str, instead: Any, *args: Any, **kwargs: Any) -> Any:
+        self._instead, self._calls = instead, 0
+        found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
         if not self._calls:
             raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
@@ -201,189 +208,143 @@ class Pipeline(PieceStrategy, DDPStrategy):
     def forward(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            raise Refusal("strategy=pipeline: forward() must get one tensor, which its first stage takes")
-        if self._calls > 1 and self._forward != self._evaluate:
+            raise Refusal("strategy=pipeline: forward() must get one tensor, which the first stage takes")
+        if self._calls > 1 and self._instead != self._evaluate:
             raise Refusal("strategy=pipeline: training_step calls forward() more than once; strategy=ddp lets it")
-        return self._forward(args[0])
+        return self._instead(args[0])
 
     def _train(self, x: Tensor) -> Tensor:
-        start, first = self._random(), self.global_rank + 1 == self.world_size
         assert self._stage is not None
-        y: Tensor = self._stage(x if first else _Receive.apply(_anchor(), self))
+        y: Tensor = self._stage(x if self._first else _Receive.apply(_anchor(), self))
         if self.global_rank:
-            raise _Left(_Send.apply(y, _anchor(), self, start))
-        self._tell(y, start)
-        return y
-
-    def _result(self, x: Tensor) -> Tensor:
-        return self.receive(0)
+            raise _Left(_Send.apply(y, _anchor(), self))
+        return self._tell(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
-        start, first = self._random(), self.global_rank + 1 == self.world_size
         assert self._stage is not None
-        y: Tensor = self._stage(x if first else self.receive(self.global_rank + 1))
-        if self.global_rank:
-            self.send(y, self.global_rank - 1, start)
-            return self.receive(0)
-        self._tell(y, start)
+        y: Tensor = self._stage(x if self._first else self.receive(self.global_rank + 1))
+        if not self.global_rank:
+            return self._tell(y)
+        self.send(y, self.global_rank - 1)
+        return self.receive(0)
+
+    def _tell(self, y: Tensor) -> Tensor:
+        for rank in range(1, self.world_size):
+            self.send(y, rank)
         return y
 
-    def _tell(self, y: Tensor, start: Tensor) -> None:
-        for rank in range(1, self.world_size):
-            self.send(y, rank, start)
+    def _told(self, x: Tensor) -> Tensor:
+        return self.receive(0)
 
     # --- handing on ---
 
-    def send(self, tensor: Tensor, to: int, start: Tensor | None = None) -> None:
-        """Hands a tensor on, as it lies in memory: kernels may round by that. Where random numbers have been drawn
-        since the generators' state `start`, the next stage draws on from here."""
-        tensor = tensor.detach()
-        once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]  # expanded
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Hands on a tensor, as it lies in memory, since kernels may round by that, and the state of the generators, so
+        that the next stage's layers draw on from there."""
+        once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         stored = once if dense(once) else once.contiguous()
         strides = [own and new for own, new in zip(tensor.stride(), stored.stride(), strict=True)]
-        if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMENSIONS:
+        if tensor.dtype not in DTYPES or tensor.dim() > DIMENSIONS:
             raise Refusal(f"strategy=pipeline: a stage can't hand on {tensor.dim()} dimensions of {tensor.dtype}")
-        state = None if start is None else self._random()
-        drawn = state is not None and not torch.equal(state, start)
-        header = torch.zeros(4 + 2 * MOST_DIMENSIONS, dtype=torch.int64)
-        facts = [tensor.dim(), DTYPES.index(tensor.dtype), drawn, stored.numel(), *tensor.shape, *strides]
-        header[: len(facts)] = torch.tensor(facts)
-        parts = [header, stored.as_strided((stored.numel(),), (1,)).view(torch.uint8), *([state] if drawn else [])]
+        facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *strides]
+        about = torch.tensor([*facts, *[0] * (2 + 2 * DIMENSIONS - len(facts))])
         group = self._back if to > self.global_rank else None
-        sent = self._sent[to]
-        sent.append([(dist.isend(part, to, group), part) for part in parts])
-        while len(sent) > ON_THEIR_WAY:
-            for work, _ in sent.popleft():
+        parts = torch.cat([about.view(torch.uint8), self._random()]), _flat(stored)
+        self._sent[to].append([(dist.isend(part, to, group), part) for part in parts])
+        while len(self._sent[to]) > KEPT:
+            for work, _ in self._sent[to].popleft():
                 work.wait()
 
     def receive(self, source: int) -> Tensor:
         """What `source` has sent."""
-        began = time.perf_counter()
+        began, own = time.perf_counter(), self._random()
         group = self._back if source < self.global_rank else None
-        header = torch.empty(4 + 2 * MOST_DIMENSIONS, dtype=torch.int64)
+        header = torch.empty(8 * (2 + 2 * DIMENSIONS) + len(own), dtype=torch.uint8)
         dist.recv(header, source, group)
-        dimensions, kind, drawn, size, *rest = header.tolist()
+        about, state = header.split([len(header) - len(own), len(own)])
+        kind, dimensions, *rest = about.view(torch.int64).tolist()
         shape, strides = rest[:dimensions], rest[dimensions : 2 * dimensions]
         tensor = torch.empty_strided(shape, strides, dtype=DTYPES[kind], device=self.root_device)
-        dist.recv(tensor.as_strided((size,), (1,)).view(torch.uint8), source, group)
-        if drawn:
-            state = self._random()
-            dist.recv(state, source, group)
-            self._random(state)
+        dist.recv(_flat(tensor), source, group)
+        self._random(state)
         self.waited += time.perf_counter() - began
         return tensor
 
     def _random(self, state: Tensor | None = None) -> Tensor:
-        """The state of the generators that layers draw from, which is `state` from now on."""
-        generators = [torch.default_generator]
-        if self.root_device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self.root_device.index])
-        states = [generator.get_state() for generator in generators]
+        """The state of the generators that layers draw from; they take another one."""
+        host, device = torch.get_rng_state(), self.root_device
+        states = [host, *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
         if state is not None:
-            states = list(state.split([len(each) for each in states]))
-            for generator, each in zip(generators, states, strict=True):
-                generator.set_state(each.clone())
+            torch.set_rng_state(state[: len(host)].clone())
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state[len(host) :].clone(), device)
         return torch.cat(states)
 
     # --- over all stages ---
 
     def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
-        """On rank zero, what all ranks have; elsewhere what this one has."""
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        dist.gather_object(own, parts)
+        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own), parts)
         return {key: value for part in parts or [own] for key, value in part.items()}
 
-    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = {name: value for name, value in tensors.items() if self._names.get(name, 0) == self.global_rank}
-        return {**tensors, **self.gathered(_on_cpu(own))}
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.whole(super().lightning_module_state_dict())
+        state = super().lightning_module_state_dict()
+        return {**state, **self.gathered(self._own(state))}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._stage is None:
-            super().load_model_state_dict(checkpoint, strict)
-            return
-        own = {
-            name: value
-            for name, value in checkpoint["state_dict"].items()
-            if self._names.get(name, 0) == self.global_rank
-        }
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(own, strict=False)
+        own = self._own(checkpoint["state_dict"])  # all, before the cut
+        super().load_model_state_dict({"state_dict": own}, strict and self._stage is None)
+
+    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        rank = self.global_rank
+        return {name: value for name, value in state.items() if self._names.get(name, rank) == rank}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        found = self.gathered(_on_cpu(state["state"]))
-        return {**state, "state": {number: found[number] for number in sorted(found)}}
+        state = self._own_state(optimizer, super().optimizer_state(optimizer))
+        return {**state, "state": dict(sorted(self.gathered(state["state"]).items()))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = []
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            own = {number: each for number, each in state["state"].items() if self.holds(parameters[number])}
-            states.append({**state, "state": own})
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        states = map(self._own_state, self.optimizers, checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(states)})
+
+    def _own_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {number: value for number, value in state["state"].items() if self.holds(parameters[number])}
+        return {**state, "state": own}
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
         for at, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                norms[0, at] = torch.linalg.vector_norm(parameter.grad)
-                norms[1, at] = 1
-        dist.all_reduce(norms)  # each has one addend that is not 0
+                norms[:, at] = torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())])
+        dist.all_reduce(norms)  # of each column one rank's is not 0
         return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(parameters[0].dtype))
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
         parameters = list(self.precision_plugin.main_params(optimizer))
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._inside:
-            raise Refusal("strategy=pipeline: a step can't gather from other ranks: each of them has all samples")
-        return super().all_gather(tensor, group, sync_grads)
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Nothing to be done: what is logged is the same on all ranks."""
         return tensor
 
 
-def _must_be_forward(model: Any, parts: list[nn.Module], x: Tensor, precision: Any) -> None:
-    """Refusal: the parts in a row don't compute what `forward` does, or hand on something else than a tensor."""
-    kind = f"strategy=pipeline: part {{}} of {type(model).__name__}"
-    with torch.no_grad(), precision.forward_context():
-        wanted, y = model.forward(x.clone()), x.clone()
-        for at, part in enumerate(parts):
-            try:
-                y = part(y)
-            except Exception as error:
-                why = str(error).partition("\n")[0]
-                raise Refusal(f"{kind.format(at)} can't take what comes before: {why}") from error
-            if not isinstance(y, Tensor) or not y.is_floating_point():
-                raise Refusal(f"{kind.format(at)} returns no floating-point tensor that could be handed on")
-    if not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
-        raise Refusal(
-            f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its forward() "
-            "does: stages() must return all of it, in order"
-        )
-
-
 class _Send(torch.autograd.Function):
-    """The end of a stage: sends its output on; backward, waits for the gradient of that."""
+    """The end of a stage: its output goes on, and the gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, pipeline: Pipeline, start: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, pipeline: Pipeline) -> Tensor:
         ctx.pipeline = pipeline
-        pipeline.send(y, pipeline.global_rank - 1, start)
+        pipeline.send(y, pipeline.global_rank - 1)
         return anchor.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        return ctx.pipeline.receive(ctx.pipeline.global_rank - 1), None, None, None
+        return ctx.pipeline.receive(ctx.pipeline.global_rank - 1), None, None
 
 
 class _Receive(torch.autograd.Function):
-    """The beginning of a stage: waits for its input; backward, sends the gradient of that."""
+    """The beginning of a stage: its input comes, and the gradient goes back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline) -> Tensor:
@@ -397,7 +358,7 @@ class _Receive(torch.autograd.Function):
 
 
 def _anchor() -> Tensor:
-    """By it autograd comes to the ends of a stage of which nothing is trained, too."""
+    """By it autograd comes to both ends of a stage, also where nothing of it is trained."""
     return torch.zeros((), requires_grad=True)
 
 
@@ -405,11 +366,10 @@ class _Left(BaseException):
     """Leaves a step at its call of `forward`, past any `except Exception` of its own."""
 
     def __init__(self, value: Any) -> None:
-        super().__init__()
         self.value = value
 
 
-def _reach(x: Tensor) -> Tensor:
+def _leave(x: Tensor) -> Tensor:
     raise _Left(x)
 
 
@@ -418,12 +378,14 @@ def _never() -> bool:
     return False
 
 
-def _elsewhere(name: str) -> Any:
+def _refuses(name: str) -> Any:
     def refuse(_: Tensor) -> None:
         raise Refusal(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
 
     return refuse
 
 
-def _on_cpu(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+def _flat(stored: Tensor) -> Tensor:
+    """The bytes of a tensor, each once."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride(), strict=True))
+    return stored.as_strided((elements,), (1,)).view(torch.uint8)

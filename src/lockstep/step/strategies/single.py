@@ -58,10 +58,6 @@ class PieceStrategy(Strategy):
         """What the processes hold that have different parts of a network, on rank zero."""
         return own
 
-    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By name of a parameter or buffer, those that this process has; on rank zero of the whole network."""
-        return tensors
-
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The norm of the gradient over all `parameters`. Every process calls it."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
