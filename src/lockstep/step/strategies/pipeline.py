@@ -127,9 +127,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
         """
         modes = [(layer, layer.training) for layer in model.modules()]
         model.eval()
-        seconds, y, why = [math.inf] * len(parts), None, ""
+        seconds, why = [math.inf] * len(parts), ""
         with torch.no_grad(), self.precision_plugin.forward_context():
-            x = self._example(model)
+            x = y = self._example(model)
             wanted = model.forward(x.clone())
             try:
                 for _ in range(MEASURED):
@@ -352,7 +352,7 @@ class _Receive(torch.autograd.Function):
         return pipeline.receive(pipeline.global_rank + 1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.pipeline.send(gradient, ctx.pipeline.global_rank + 1)
         return None, None
 
