@@ -38,6 +38,11 @@ TASK = (
 ONE = ("strategy=ddp", "devices=1")
 
 
+@pytest.fixture
+def run_script(tmp_path: Path) -> Program:
+    return Program(tmp_path / "outputs", "scripts/pipeline.py", fresh=True)
+
+
 def found(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
     """Of each run of a sweep the weights' hash, and what the test has found."""
     run = Program(outputs)(*overrides, "-m")
@@ -127,6 +132,15 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
     assert min(parts) > 2 * 8 * 16 * 3
 
 
+def test_what_it_costs_is_measured(run_script: Program) -> None:
+    task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16")
+    said = run_script(*task, "--pieces", "4", "--steps", "2", "--repeats", "1").stdout.splitlines()
+    ddp, cut = ([part.strip() for part in line.split("|")[1:-1]] for line in said[-2:])
+    assert (ddp[0], cut[0], ddp[2], cut[4]) == ("ddp, 2 devices", "pipeline, 2 devices", "1.00", "20.0%")
+    assert 0 < float(cut[3].rstrip("%")) < 100
+    assert float(cut[6]) < float(ddp[6])
+
+
 # --- the cut ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +185,7 @@ def test_all_pieces_pass_all_stages() -> None:
     )
     assert (layout.pieces, layout.world_size, layout.replicas, layout.accumulate) == (8, 4, 1, 2)
     assert layout.micro_batches(3) == [[(3, piece)] for piece in range(8)]
-    assert layout.describe() == "step 48 samples = 8 pieces x 6 on 4 stages, idle for 27% of a step of 2 nodes"
+    assert layout.describe() == "step 48 samples = 8 pieces x 6 on 4 stages (27% idle) of 2 nodes"
 
 
 def test_exact_sums_of_stages_are_those_of_the_whole() -> None:

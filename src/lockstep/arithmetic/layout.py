@@ -112,13 +112,12 @@ class Layout:
         """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
+        counts = [len(self.owned(device)) for device in range(self.num_devices)]
+        each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
+        where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
         if self.strategy == "pipeline":
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
-            where = f"{self.num_devices} stages, idle for {idle:.0%} of a step"
-        else:
-            counts = [len(self.owned(device)) for device in range(self.num_devices)]
-            each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
-            where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
+            where = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         step, pieces = counted(self.batch_size, "sample"), counted(self.pieces, "piece")
         return f"step {step} = {pieces} x {size} on {where}{nodes}"
