@@ -110,7 +110,7 @@ def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: py
     clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
     monkeypatch.setattr(watchdog, "time", clock)
     try:
-        with watchdog.watching(str(tmp_path), 1, timeout=2.0) as silent:
+        with watchdog.watching(str(tmp_path), ["rank 0"], timeout=2.0) as silent:
             watchdog.join(0)
             watchdog.beat(7)
             assert watchdog._beats is not None

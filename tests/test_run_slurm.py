@@ -41,7 +41,13 @@ def cluster(tmp_path: Path) -> Path:
 
 def environment(cluster: Path, restarts: int = 0) -> dict[str, str]:
     path = f"{cluster}:{os.environ['PATH']}"
-    return {"PATH": path, "SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": str(restarts)}
+    return {
+        "PATH": path,
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }
 
 
 def terminated(program: Program, cluster: Path, *overrides: str, restarts: int = 0) -> Path:
@@ -132,7 +138,12 @@ def test_several_tasks_go_on_as_ranks(run_train: Program, tmp_path: Path) -> Non
 
 def as_tasks(program: Program, *overrides: str) -> list[Run]:
     """A program's ends as two tasks of one job, as scripts/slurm.sh starts them."""
-    job = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     tasks = [program.start(*overrides, env={**job, "SLURM_PROCID": i, "SLURM_LOCALID": i}) for i in "01"]
     runs = [program.finish(task) for task in tasks]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))

@@ -15,7 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
@@ -59,8 +61,33 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     path = Path(path)
     if wrong := _fault(path):
         raise CheckpointError(f"{path}: {wrong}")
+    return _loaded(path, path, map_location)
+
+
+@patient()
+def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """As `load`, on all ranks: rank zero reads the file, and the others, who may have no such file, get its bytes.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return load(path, map_location)
+    path = Path(path)
+    answer: list[Any] = [_fault(path) if dist.get_rank() == 0 else None]
+    content = np.fromfile(path, np.uint8) if answer[0] == "" else np.empty(0, np.uint8)
+    answer += [len(content)]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0]:
+        raise CheckpointError(f"{path}: {answer[0]}")
+    sent = torch.from_numpy(content) if dist.get_rank() == 0 else torch.empty(answer[1], dtype=torch.uint8)
+    dist.broadcast(sent, src=0)
+    return _loaded(io.BytesIO(sent.numpy().data), path, map_location)
+
+
+def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        checkpoint = torch.load(source, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
@@ -124,7 +151,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = load(path, map_location)
+        checkpoint = load_together(path, map_location)
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 

@@ -2,16 +2,16 @@
 
 Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so it never runs
 a parallel operation or touches CUDA, and may fork. A forked worker starts in a fraction of a second with everything
-imported. The agent lives in the parent, kills the group when one worker dies, restarts it while `max_restarts` lasts,
-and brings the workers' results back. Under `torchrun` (or several SLURM tasks) the workers exist already: the function
-then runs in place.
+imported. The agent lives in the parent, kills the machine's workers when one dies, and brings their results back. Each
+machine has an agent of its own; launch/meeting.py says which ranks are its. Under `torchrun` (or several SLURM tasks)
+the workers exist already: the function then runs in place.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
+import platform
 import re
 import signal
 import sys
@@ -24,44 +24,37 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog, worker
+from lockstep.launch.endings import PeerLost, WorkerFailed
 from lockstep.launch.environment import RESTARTS, environment_kept, export, external_workers
-from lockstep.launch.group import LOOPBACK, join_external
+from lockstep.launch.group import join_external
 from lockstep.launch.interpreter import imported
+from lockstep.launch.meeting import Guest, Keeper, Place
+from lockstep.launch.network import LOOPBACK
 from lockstep.launch.processes import end_children
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, forwarding
 from lockstep.launch.watchdog import watching
 
-_met = itertools.count()  # launches over several machines: a rendezvous is closed when its workers have ended
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
-
-
-class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`."""
-
-    steps = 0
 
 
 def launch(
     work: Callable[..., Any],
     *args: Any,
     layout: Layout,
-    rdzv_endpoint: str | None = None,
-    min_nodes: int | None = None,
-    max_restarts: int = 0,
     restarts: int = 0,
     hang_timeout: float = 300.0,
+    meeting: Keeper | Guest | None = None,
+    place: Place | None = None,
 ) -> Any:
-    """Calls `work(*args)` in every worker and returns what rank zero's call returned.
+    """Calls `work(*args)` in every worker of this machine and returns what the first one's call returned.
 
     Args:
         work: a function that a worker can import; its result must be picklable.
         layout: how many workers, on how many machines.
-        rdzv_endpoint: `<host>:<port>` of one of the machines where there are several.
-        min_nodes: machines that are enough to go on with; None: all of them.
-        max_restarts: times that a group which lost a worker is started again.
-        restarts: times that it was before this call.
+        restarts: times that this run's workers were started before.
         hang_timeout: seconds after which a silent worker is killed.
+        meeting, place: where there are several machines, the meeting that tells of the others, and this one's part.
 
     Raises:
         Refusal: a worker refused its input, or the workers that exist don't match the layout.
@@ -90,23 +83,24 @@ def launch(
 
     for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what they have to say, the messages below say
-    workers = max(1, layout.world_size // layout.num_nodes)  # of this machine
+    workers = layout.world_size // layout.num_nodes
+    first, here = (place.machine * workers, f" on {platform.node()}") if place else (0, "")
+    names = [f"rank {rank}{here}" for rank in range(first, first + workers)]
     with (
         environment_kept(),
         forwarding() as received,
         scratch_folder() as scratch,
-        watching(scratch, workers, hang_timeout, alone=rdzv_endpoint is None) as silent,
+        watching(scratch, names, hang_timeout, meeting) as silent,
         _told_of_killed(),
     ):
-        known = f"{rdzv_endpoint}/{next(_met)}" if rdzv_endpoint else uuid.uuid4().hex
         config = LaunchConfig(
-            min_nodes=min_nodes or layout.num_nodes,
-            max_nodes=layout.num_nodes,
+            min_nodes=1,
+            max_nodes=1,
             nproc_per_node=workers,
-            run_id=str(uuid.uuid5(uuid.NAMESPACE_DNS, known)),
-            rdzv_backend="c10d" if rdzv_endpoint else rendezvous.NAME,
-            rdzv_endpoint=rdzv_endpoint or LOOPBACK,
-            max_restarts=max_restarts,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=rendezvous.NAME,
+            rdzv_endpoint=LOOPBACK,
+            max_restarts=0,  # lockstep.run.supervisor starts them again
             monitor_interval=0.05,
             start_method=start_method(),
             signals_to_handle="SIGQUIT",  # the others are ours: see forwarding()
@@ -115,7 +109,7 @@ def launch(
         )
         export(**{RESTARTS: str(restarts)})
         try:
-            results = elastic_launch(config, worker.run)(work, layout, args, os.getpid())
+            results = elastic_launch(config, worker.run)(work, layout, args, os.getpid(), place)
             interrupted = next((r.signum for r in results.values() if isinstance(r, worker.Ended)), None)
             if interrupted is not None:
                 raise Interrupted(received[0] if received else interrupted)
@@ -129,10 +123,12 @@ def launch(
                 raise Interrupted(received[0]) from None
             rank, failure = error.get_first_failure()
             if failure.pid in silent:
-                raise WorkerFailed(silent[failure.pid]) from None
+                failed = WorkerFailed(silent[failure.pid])
+                failed.victim = meeting is not None and bool(meeting.trouble())
+                raise failed from None
             if failure.exitcode == -signal.SIGTERM:
                 raise Interrupted(signal.SIGTERM) from None
-            raise _explain(rank, failure) from None
+            raise _explain(names[rank], logs.file_of(first + rank), failure) from None
 
 
 @contextmanager
@@ -148,7 +144,7 @@ def _told_of_killed() -> Iterator[None]:
         raise
 
 
-def _explain(rank: int, failure: Any) -> Exception:
+def _explain(who: str, log: str, failure: Any) -> Exception:
     message, trace = failure.message, ""
     if isinstance(message, Mapping):
         trace = message.get("extraInfo", {}).get("py_callstack", "")
@@ -156,13 +152,17 @@ def _explain(rank: int, failure: Any) -> Exception:
     message = _original(str(message).strip())
     if message.startswith("Refusal: "):
         return Refusal(message.removeprefix("Refusal: ").splitlines()[0])
+    if message.startswith(f"{PeerLost.__name__}: "):
+        failed = WorkerFailed(f"{who} {message.removeprefix(f'{PeerLost.__name__}: ').splitlines()[0]}")
+        failed.victim = True
+        return failed
     if failure.exitcode < 0:
-        return WorkerFailed(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+        return WorkerFailed(f"{who} was killed by {signal.Signals(-failure.exitcode).name}")
     if message.startswith("To enable traceback"):  # the agent's words where a worker left without a message
         message = f"exit code {failure.exitcode}"
     lines = message.splitlines() or ["no reason given"]
-    where = f" ({place(trace)}traceback in {logs.file_of(rank)})" if trace else ""
-    failed = WorkerFailed(f"rank {rank} failed: {lines[0]}{where}")
+    where = f" ({place(trace)}traceback in {log})" if trace else ""
+    failed = WorkerFailed(f"{who} failed: {lines[0]}{where}")
     failed.add_note(trace)
     return failed
 

@@ -30,6 +30,7 @@ class Environment:
         slurm_job: the batch job that this process is part of.
         slurm_task: its number in there.
         slurm_restarts: times that SLURM has started the job again.
+        own_cores: whether SLURM has given this worker cores of its own.
     """
 
     launcher: str | None
@@ -48,6 +49,7 @@ class Environment:
     slurm_job: str | None
     slurm_task: int
     slurm_restarts: int
+    own_cores: bool
 
 
 @cache
@@ -55,7 +57,7 @@ def environment() -> Environment:
     """This process's environment, as it was at the first call."""
     told = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in told
-    slurm = not torchrun and int(told.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in told
+    slurm = not torchrun and int(told.get("SLURM_STEP_NUM_TASKS", "1")) > 1  # a batch script alone is no task of srun's
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     if torchrun:
         ranks = {name: told.get(name, alone) for name, alone in ranks.items()}
@@ -78,6 +80,7 @@ def environment() -> Environment:
         slurm_job=told.get("SLURM_JOB_ID"),
         slurm_task=int(told.get("SLURM_PROCID", "0")),
         slurm_restarts=int(told.get("SLURM_RESTART_COUNT", "0")),
+        own_cores=slurm and "SLURM_CPUS_PER_TASK" in told,
     )
 
 
@@ -85,7 +88,7 @@ os.register_at_fork(after_in_child=environment.cache_clear)  # a worker is told 
 
 SLURM_NAMES = {
     "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
     "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
 }

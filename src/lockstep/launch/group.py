@@ -1,85 +1,89 @@
-"""The default process group of a run's workers, and what processes agree on before there are any."""
+"""The default process group of a run's workers."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import time
 from datetime import timedelta
-from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch.environment import environment, export, external_workers, slurm_as_torchrun
+from lockstep.launch.environment import environment, external_workers, slurm_as_torchrun
+from lockstep.launch.network import interface_towards, resolved
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
-LOOPBACK = "127.0.0.1"
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; lockstep.launch.watchdog notices a silent rank earlier
+EXTERNAL_TIMEOUT = timedelta(minutes=10)  # where no parent of ours watches; NCCL's own default
 
 
 def join_group(layout: Layout) -> None:
-    """Starts the default process group of workers that the parent has launched."""
+    """Starts the default process group of workers that the parent has launched, on the store that it serves."""
     import torch
+    from torch.distributed import PrefixStore, TCPStore
 
     gpu = layout.accelerator == "gpu"
     if gpu:
         torch.cuda.set_device(environment().local_rank)
-    _join(gpu)
+    address, port = environment().master_addr, environment().master_port
+    store = TCPStore(address, port, environment().world_size, False, timeout=GROUP_TIMEOUT, wait_for_workers=False)
+    _use_interface(address, several=layout.num_nodes > 1)
+    _start(gpu, PrefixStore("group", store), GROUP_TIMEOUT)
 
 
 def join_external() -> None:
     """Starts the default process group of workers that exist already, unless it runs: several of them are ranks from
-    here on. Lightning would make it without gloo on GPUs, and numbers on the CPU are summed too."""
-    import torch
-    import torch.distributed as dist
+    here on, until they leave. Lightning would make it without gloo on GPUs, and numbers on the CPU are summed too.
 
-    if external_workers() == 1 or dist.is_initialized():
+    torchrun's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
+    half of the trials. So rank zero opens a fresh one, and tells the others its port through torchrun's.
+    """
+    import torch
+    from torch.distributed import TCPStore, is_initialized
+
+    if external_workers() <= 1 or is_initialized():
         return
     slurm_as_torchrun()
+    here, world = environment(), environment().world_size
     gpu = torch.cuda.is_available()
-    if gpu and (number := environment().local_rank) < torch.cuda.device_count():  # who has none is refused later
-        torch.cuda.set_device(number)
-    _join(gpu)
-    atexit.register(leave_group)  # not after a run: a second group on the same store meets what is left of the first
+    if gpu and here.local_rank < torch.cuda.device_count():  # who has none is refused later
+        torch.cuda.set_device(here.local_rank)
+    address, port = resolved(here.master_addr, here.master_port), here.master_port
+    _use_interface(address, several=here.local_world_size < world)
+    agent = _agents_store()
+    if here.rank == 0:
+        store = serve(address, 0 if agent else port)
+        if agent:
+            agent.set(f"{_run()}/port", str(store.port))
+    else:
+        port = _port(agent, address) if agent else port
+        store = TCPStore(address, port, world, timeout=EXTERNAL_TIMEOUT, wait_for_workers=False)
+    _start(gpu, store, EXTERNAL_TIMEOUT)
 
 
-def _join(gpu: bool) -> None:
-    """The default process group, on a store of its own.
-
-    An agent's store remembers the ranks of a group that died, and a restarted gloo group that meets it hangs in about
-    half of the trials. So rank zero opens a fresh one, tells the others its port through the agent's, and counts: an
-    agent that starts its workers again because another machine's did counts nothing, and all must know that they go on.
-    """
+def _start(gpu: bool, store: Store, timeout: timedelta) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    agent = _agents_store()
-    if agent is None:
-        dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
-        return
-    rank, world, address = environment().rank, environment().world_size, environment().master_addr
-    if rank == 0:
-        store = serve(address)
-        store.set("groups", str(agent.add(f"{_run()}/groups", 1)))
-        agent.set(f"{_run()}/port", str(store.port))
-    else:
-        store = dist.TCPStore(
-            address, _port(agent, address), world, is_master=False, timeout=GROUP_TIMEOUT, wait_for_workers=False
-        )
-    export(TORCHELASTIC_RESTART_COUNT=str(int(store.get("groups")) - 1))
-    if address == LOOPBACK:
-        device = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    rank, world = environment().rank, environment().world_size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _use_interface(address: str, several: bool) -> None:
+    """Makes gloo, and NCCL between machines, talk on the interface that leads to rank zero and on no other. Else gloo
+    takes what this machine's own name stands for, which may be a loopback address."""
+    if device := interface_towards(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+        if several:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
 def _port(agent: TCPStore, address: str) -> int:
     """That of rank zero's store, as soon as somebody listens: what is told first may be a port of a group that died."""
-    deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
+    deadline = time.monotonic() + EXTERNAL_TIMEOUT.total_seconds()
     while True:
         port = int(agent.get(f"{_run()}/port"))
         try:
@@ -97,7 +101,7 @@ def _agents_store() -> TCPStore | None:
 
     if not environment().agent_store:
         return None
-    return TCPStore(environment().master_addr, environment().master_port, is_master=False, timeout=GROUP_TIMEOUT)
+    return TCPStore(environment().master_addr, environment().master_port, is_master=False, timeout=EXTERNAL_TIMEOUT)
 
 
 def _run() -> str:
@@ -105,13 +109,11 @@ def _run() -> str:
     return f"lockstep/{environment().run_id}"
 
 
-def serve(address: str) -> TCPStore:
-    """A store on a free port: of the loopback device where that is the address, where torch would open all of them."""
+def serve(address: str, port: int = 0) -> TCPStore:
+    """A store on a port (0: a free one) of this address only, where torch would listen on all that the machine has."""
     from torch.distributed import TCPStore
 
-    if address != LOOPBACK:
-        return TCPStore(address, 0, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False)
-    listener = socket.create_server((address, 0))
+    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listener.getsockname()[1]
     return TCPStore(
         address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -126,40 +128,32 @@ def leave_group() -> None:
         dist.destroy_process_group()
 
 
-def agree(what: str, value: str, num_nodes: int, rdzv_endpoint: str | None) -> str:
-    """One process's value of `what` for all that start a run together: rank zero's among external workers, and that of
-    their first start when torchrun starts them again; the first to ask among the parents of several machines."""
-    if external_workers():
-        join_external()
-        if environment().rank == 0 and (agent := _agents_store()):
-            value = agent.compare_set(f"{_run()}/{what}", "", value).decode()
-        return of_rank_zero(value)
-    if num_nodes > 1 and rdzv_endpoint:
-        return _shared_store(rdzv_endpoint).compare_set(f"lockstep/{what}", "", value).decode()
+def first_life(what: str, value: str) -> str:
+    """Rank zero's value, of external workers that torchrun starts again: that of their first start."""
+    if environment().rank == 0 and (agent := _agents_store()):
+        return agent.compare_set(f"{_run()}/{what}", "", value).decode()
     return value
 
 
 def of_rank_zero(value: T) -> T:
-    """Rank zero's value, where several workers exist already; else the value."""
-    if external_workers() <= 1:
-        return value
+    """Rank zero's value, in a worker; of a process that is no worker, its own."""
     import torch.distributed as dist
 
     join_external()
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-@cache
-def _shared_store(endpoint: str) -> TCPStore:
-    """Lives as long as this process: others may come later."""
-    from torch.distributed import TCPStore
+def of_ranks(value: T) -> list[T]:
+    """All ranks' values, by rank, in a worker; of a process that is no worker, its own."""
+    import torch.distributed as dist
 
-    host, _, port = endpoint.rpartition(":")
-    try:  # whoever can open the port serves; the agent's rendezvous then shares it
-        return TCPStore(
-            host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
-        )
-    except (RuntimeError, OSError):
-        return TCPStore(host, int(port), is_master=False, timeout=GROUP_TIMEOUT)
+    join_external()
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -19,10 +19,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lockstep.launch.environment import external_workers
+from lockstep.launch.group import leave_group
 
 
 def import_quickly() -> None:
     """Switches the collector off, until `imported`. For a process that is the command's own."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn of each guest that has no name here
     gc.disable()
 
 
@@ -50,17 +52,22 @@ def import_torchmetrics() -> None:
 
 
 def imported() -> None:
-    """After `import_quickly`: what exists by now stays. The collector leaves it alone here and in the processes forked
-    from here, so that they go on sharing its memory (the recipe of Python's `gc.freeze`)."""
+    """Before this process forks. After `import_quickly`, what exists by now stays: the collector leaves it alone here
+    and in the forks, so that they go on sharing its memory (the recipe of Python's `gc.freeze`). Later on, what earlier
+    workers left is collected here: a fork that collects torch's store waits for a thread that it does not have."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+    else:
+        gc.collect()
 
 
 def leave(code: int) -> NoReturn:
     """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
     worker, which may hold more than files and memory, is taken apart as usual."""
     if external_workers():
+        if not code:
+            leave_group()  # of a run that failed, others may wait in it: the reason would come after lost connections
         gc.unfreeze()  # else what C++ made looks leaked, and its libraries say so
         sys.exit(code)
     logging.shutdown()

@@ -9,12 +9,19 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from lockstep.launch.environment import environment
+
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for a processor's instructions: of x86, x86, ARM
 
 
 def cores() -> int:
     """Of the CPU, that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cores_of_each(workers: int) -> int:
+    """Cores for each of this machine's workers. A task of SLURM's with cores of its own has these."""
+    return cores() if environment().own_cores else max(1, cores() // workers)
 
 
 def cpu_cap() -> int:

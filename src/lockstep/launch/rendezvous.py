@@ -1,7 +1,7 @@
 """How the workers of one machine find each other: through a store that nobody beyond this machine can reach.
 
-torch's own rendezvous is for several machines. On one it opens a port to all the world (its TCPStore listens on every
-address), and waits up to 0.3 s so that not all machines ask at once.
+torch's own rendezvous opens a port to all the world (its TCPStore listens on every address), and waits up to 0.3 s so
+that not all machines ask at once. Between machines, lockstep.launch.meeting does what it would.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from lockstep.launch.group import LOOPBACK, serve
+from lockstep.launch.group import serve
+from lockstep.launch.network import LOOPBACK
 
 NAME = "one_machine"  # for LaunchConfig.rdzv_backend
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of a single agent, which is always there; a restarted group starts with an empty store."""
+    """The rendezvous of a single agent, which is always there."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.store = serve(LOOPBACK)
-        self.round = 0
 
     def get_backend(self) -> str:
         return NAME
@@ -36,8 +36,7 @@ class OneMachine(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self.round += 1
-        store = PrefixStore(f"{self.run_id}/{self.round}", self.store)
+        store = PrefixStore(self.run_id, self.store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
 
     def is_closed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -59,6 +60,24 @@ def forwarding() -> Iterator[list[int]]:
         yield received
     finally:
         pending_signals.clear()
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """While there is nothing to save: SIGTERM and Ctrl-C raise `Interrupted`, there and then."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def say_ending() -> None:

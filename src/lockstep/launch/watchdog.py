@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,8 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.launch.environment import SCRATCH, environment, export
+from lockstep.launch.meeting import Guest, Keeper
+from lockstep.launch.processes import alive
 
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
+OPEN = "open"  # the file in the gate that lets workers of several machines meet
 WAITS = -1  # in place of the micro-batch, see `patient`
 _beats: NDArray[np.float64] | None = None
 
@@ -83,6 +86,18 @@ def steps() -> int:
     return int(min((step for when, step, _, _ in beats if when), default=0))
 
 
+def gate() -> Path:
+    """A folder in which each worker leaves a file of its process id when it runs, see lockstep.launch.worker."""
+    folder = Path(environment().scratch, "forked")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def forked() -> int:
+    """Workers of this machine that run."""
+    return sum(alive(pid) for pid in os.listdir(gate()) if pid != OPEN)
+
+
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
@@ -118,8 +133,11 @@ def _children(parent: int) -> set[str] | None:
 class _Watch:
     """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
 
-    def __init__(self, table: NDArray[np.float64], timeout: float, alone: bool) -> None:
-        self.table, self.timeout, self.alone = table, timeout, alone
+    def __init__(
+        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Keeper | Guest | None
+    ) -> None:
+        self.table, self.names, self.timeout, self.meeting = table, names, timeout, meeting
+        self.asked = False  # whether the workers were asked to end, for a machine that came back
         self.pause = min(1.0, timeout / 4)
         self.found: dict[int, str] = {}
         self.done = threading.Event()
@@ -129,6 +147,11 @@ class _Watch:
         self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
 
     def run(self) -> None:
+        while self.meeting is not None and not self.done.wait(0.05):
+            if self.meeting.may_connect(forked() == len(self.names)):
+                (gate() / OPEN).touch()
+                break
+            self._follow(self.meeting)
         looked = time.time()
         while not self.done.wait(self.pause):
             last, looked = looked, time.time()
@@ -140,11 +163,29 @@ class _Watch:
                 os.kill(self.parent, signal.SIGQUIT)
                 return
             self._end_silent(looked)
+            if self.meeting is not None:
+                self._follow(self.meeting)
+
+    def _follow(self, meeting: Keeper | Guest) -> None:
+        """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
+        if trouble := meeting.trouble():
+            self._signal(signal.SIGKILL, trouble)
+        elif (back := meeting.returning()) and not self.asked:
+            self.asked = True
+            print(f"machine {back} is here: saving, to go on with it", file=sys.stderr)
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, signum: int, why: str = "") -> None:
+        for pid in {int(pid) for when, _, _, pid in self.table.tolist() if when}:
+            if why:
+                self.found[pid] = why
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     def _orphaned(self) -> bool:
         """Whether the agent has waited long enough for workers that are gone."""
         children = _children(self.parent)
-        if not self.alone or children is None or children - self.others:
+        if children is None or children - self.others:
             self.busy = time.monotonic()
         return time.monotonic() - self.busy > ORPHANED
 
@@ -162,7 +203,9 @@ class _Watch:
         step, _, _, when, rank, pid = min(rows)
         if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
             return
-        self.found[pid] = f"rank {rank} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
+        self.found[pid] = (
+            f"{self.names[rank]} was silent for {self.timeout:g} s in step {int(step) + 1} and taken for dead"
+        )
         print(self.found[pid], file=sys.stderr)
         self.table[rank] = 0
         waited = self.table[:, 0] > 0  # for it: they get their time anew
@@ -172,21 +215,22 @@ class _Watch:
 
 
 @contextmanager
-def watching(folder: str, workers: int, timeout: float, alone: bool = True) -> Iterator[dict[int, str]]:
+def watching(
+    folder: str, names: Sequence[str], timeout: float, meeting: Keeper | Guest | None = None
+) -> Iterator[dict[int, str]]:
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 
     Args:
         folder: the run's scratch folder, where the beats are kept in a small file.
-        workers: worker processes of this machine.
+        names: of this machine's workers.
         timeout: seconds without a beat of the least advanced worker.
-        alone: no other machine takes part, for whose workers the agent might wait; without workers of its own it is
-            then ended by SIGQUIT, which it turns into an exception.
+        meeting: where there are several machines, what tells of the others.
 
     Yields what was found: a message for each pid that was ended.
     """
-    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(workers, 4))
+    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
     export(**{SCRATCH: folder})
-    watch = _Watch(table, timeout, alone)
+    watch = _Watch(table, names, timeout, meeting)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
     try:

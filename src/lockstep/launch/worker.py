@@ -9,15 +9,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog
-from lockstep.launch.environment import environment
+from lockstep.launch.endings import PeerLost
+from lockstep.launch.environment import environment, export
 from lockstep.launch.group import GROUP_TIMEOUT, join_group, leave_group
-from lockstep.launch.processes import alive, end_children, set_parent_death_signal
+from lockstep.launch.meeting import Place
+from lockstep.launch.processes import end_children, set_parent_death_signal
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -30,8 +31,10 @@ class Ended:
         self.signum = signum
 
 
-def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int) -> Any:
+def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent: int, place: Place | None) -> Any:
     """The first function of a worker process."""
+    if place is not None:
+        _take(place)
     tempfile.tempdir = None  # its parent's folder goes with the run; kernels that are compiled here are to be kept
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -42,8 +45,8 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
     set_parent_death_signal(parent)
     watchdog.join(environment().local_rank)
     try:
-        if environment().world_size > 1 or layout.num_nodes > 1:  # alone so far, who is to count groups too
-            _all_forked()
+        if environment().world_size > 1:
+            _all_forked(several=place is not None)
             join_group(layout)
         try:
             with logs.failure_told():
@@ -64,10 +67,23 @@ def run(work: Callable[..., Any], layout: Layout, args: tuple[Any, ...], parent:
             os._exit(1)
         if is_peer_failure(error):
             time.sleep(VICTIM_SECONDS)  # the agent names the first that it sees: let that be the one that was lost
+            raise PeerLost("lost the connection to another worker") from error
         raise
     finally:
         watchdog.leave()
         end_children()
+
+
+def _take(place: Place) -> None:
+    """A worker's rank among those of all machines, for whoever asks the environment; its agent knows this one's."""
+    export(
+        RANK=str(place.machine * place.devices + environment().local_rank),
+        WORLD_SIZE=str(place.machines * place.devices),
+        GROUP_RANK=str(place.machine),
+        GROUP_WORLD_SIZE=str(place.machines),
+        MASTER_ADDR=place.address,
+        MASTER_PORT=str(place.port),
+    )
 
 
 def _leave_soon(signum: int, frame: FrameType | None) -> None:
@@ -95,13 +111,15 @@ def is_peer_failure(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
 
 
-def _all_forked() -> None:
-    """Waits until all workers of this machine run. Until then the parent forks, and none may connect to its store: the
-    store's thread looks up the name of who connects, and a worker forked in that moment inherits glibc's resolver
-    locked, for ever (loops of 80 to 150 starts of 8 workers hung, 3 of 3; with this, none in 200 starts)."""
-    gate = Path(environment().scratch, "forked")
-    gate.mkdir(exist_ok=True)
+def _all_forked(several: bool) -> None:
+    """Waits until all workers of this machine run, and of several machines those of the one that keeps the run. Until
+    then a parent forks, and none may connect to its store: the store's thread looks up the name of who connects, and a
+    worker forked in that moment inherits glibc's resolver locked, for ever (loops of 80 to 150 starts of 8 workers
+    hung, 3 of 3; with this, none in 200 starts)."""
+    gate = watchdog.gate()
     (gate / str(os.getpid())).touch()
     deadline = time.monotonic() + GROUP_TIMEOUT.total_seconds()
-    while sum(map(alive, os.listdir(gate))) < environment().local_world_size and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if (gate / watchdog.OPEN).exists() if several else watchdog.forked() >= environment().local_world_size:
+            return
         time.sleep(0.005)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores
+from lockstep.launch.machine import cores_of_each
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.loading.datasets import Splits, base
 from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
@@ -127,7 +127,7 @@ class DataModule(pl.LightningDataModule):
         resident = isinstance(base(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None and streams(dataset.dataset):
-            workers = max(1, min(8, cores() * self.layout.num_nodes // self.layout.world_size))
+            workers = min(8, cores_of_each(self.layout.world_size // self.layout.num_nodes))
         return Loader(
             dataset,
             batch_sampler=sampler,

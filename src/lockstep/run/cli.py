@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,9 +24,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import place
-from lockstep.launch.environment import STARTED, environment, export, external_workers
-from lockstep.launch.group import agree
+from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import import_quickly, leave
+from lockstep.launch.meeting import decide, keeps_run
 from lockstep.launch.signals import Interrupted
 from lockstep.run import checks, pages, resume, slurm
 from lockstep.run.arguments import composed_of, keyed
@@ -51,6 +51,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     terminated.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
+    export(**{STARTED: str(began)})
     import_quickly()
     code, said = run(job, config_name)
     if said:
@@ -60,7 +61,6 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 def run(job: Job, config_name: str) -> tuple[int, str]:
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
-    export(**{STARTED: str(began)})
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's
@@ -69,15 +69,15 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+        keeps = keeps_run(cfg.num_nodes, cfg.rdzv_endpoint)
         try:
-            with resume.recorded(cfg, folder, BAD_INPUT):
+            with resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
                 job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
-            shared = external_workers() > 1 or cfg.num_nodes > 1  # another may still be writing the run's summary
-            if sweeping and not shared and summary_of(folder).get("status") != "completed":
+            if sweeping and keeps and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
-            if saved and not sweeping and environment().rank == 0:
+            if saved and not sweeping and keeps:
                 interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
             raise
         except Exception as error:
@@ -87,7 +87,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {line(error)}")
-            else:  # the sweep tells of it, from its own process
+            elif keeps:  # the sweep tells of it, from its own process
                 conclude(folder, "failed", line(error))
                 if full:
                     traceback.print_exception(error)
@@ -169,5 +169,9 @@ def _folder(kind: str, outputs: Any, name: Any, nodes: Any, endpoint: Any, strat
     all processes that start it together."""
     check_nodes(nodes, endpoint, strategy)
     runs = Path(checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else []))
-    stamp = slurm.folder(runs, overrides) or runs / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
-    return agree(kind, str(stamp), nodes, endpoint)
+
+    def named() -> str:
+        own = slurm.folder(runs, overrides)
+        return own.name if own else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+
+    return str(runs / decide(kind, named, nodes, endpoint))

@@ -6,7 +6,6 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +14,7 @@ from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
+from lockstep.launch.network import endpoint_of
 from lockstep.run.checks import checker, show
 from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
@@ -130,8 +130,8 @@ def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> Non
         raise Refusal(f"num_nodes={num_nodes}: dp is one process on one machine; strategy=ddp spans machines")
     if not rdzv_endpoint and not external_workers():
         raise Refusal(f"num_nodes={num_nodes} needs rdzv_endpoint=<host>:<port> of one of the machines, or torchrun")
-    if rdzv_endpoint and not re.fullmatch(r"\S+:\d{1,5}", str(rdzv_endpoint)):
-        raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: must be <host>:<port> of one of the machines")
+    if rdzv_endpoint:
+        endpoint_of(str(rdzv_endpoint))
 
 
 def _check_pairs(keys: Keys, layout: Layout) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.launch.group import of_rank_zero
 from lockstep.loading import Splits
 from lockstep.run.config import Config
 
@@ -20,30 +19,22 @@ LOG = logging.getLogger("lockstep")
 
 def checkpoint_in(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """The checkpoint that the run in a folder goes on from, and what it holds: its last one, where that is damaged its
-    best one; None where there is none. Every worker calls it.
+    best one; None where there is none. Every worker calls it, and gets what rank zero finds.
 
     Raises:
         CheckpointError: both are damaged.
-        Refusal: another worker has found another one.
     """
     last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-    path, found = None, {}
-    if last.exists():
-        try:
-            path, found = last, checkpoint_io.load(last)
-        except CheckpointError as error:
-            if not best.exists():
-                raise
-            LOG.warning("%s; trying what is older", error)
-            path, found = best, checkpoint_io.load(best)
-    steps = [found.get("global_step")]
-    if dist.is_initialized():
-        steps = steps * dist.get_world_size()
-        dist.all_gather_object(steps, steps[0])
-    if others := [rank for rank, step in enumerate(steps) if step != steps[0]]:
-        there, here = (f"of step {step}" if step is not None else "none" for step in (steps[others[0]], steps[0]))
-        raise Refusal(f"{folder}: the checkpoint is {here} for rank 0 and {there} for rank {others[0]}: not one folder")
-    return (str(path) if path else None), found
+    there = of_rank_zero([last.exists(), best.exists()])
+    if not there[0]:
+        return None, {}
+    try:
+        return str(last), checkpoint_io.load_together(last)
+    except CheckpointError as error:
+        if not there[1]:
+            raise
+        LOG.warning("%s; trying what is older", error)
+        return str(best), checkpoint_io.load_together(best)
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:

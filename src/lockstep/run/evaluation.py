@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.launch.group import agree
+from lockstep.launch.meeting import decide
 from lockstep.loading import Spec, Splits
 from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -43,7 +43,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         raise Refusal(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
-        path = agree("checkpoint", str(resume.newest("checkpoint", outputs)), 1, None)
+        path = decide("checkpoint", lambda: str(resume.newest("checkpoint", outputs)))
     found = Path(path).expanduser()
     if not found.is_dir():
         return found

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores
+from lockstep.launch.machine import cores_of_each
 from lockstep.run.config import Config
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -26,7 +26,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
         keep_freed_memory()
     workers = max(1, config.layout.world_size // config.layout.num_nodes)
     # under exact, the number of threads would change the order of sums from layout to layout
-    threads = config.threads or (1 if config.layout.exact else max(1, cores() // workers))
+    threads = config.threads or (1 if config.layout.exact else cores_of_each(workers))
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
     return rank

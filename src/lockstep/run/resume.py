@@ -5,8 +5,7 @@ same for the jobs of a sweep."""
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing, same_file
-from lockstep.launch.group import agree
+from lockstep.launch.meeting import decide
 from lockstep.run import checks, slurm
 from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
+from lockstep.run.card import OWN
 from lockstep.run.checks import ROOT
 from lockstep.run.config import check_nodes
 
@@ -42,12 +42,42 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         return list(arguments)
     if config_name != "train":
         raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
-    checkpoint = _find(run, given, flags, config_name)
-    folder = checkpoint.parent.parent
-    if not (folder / ".hydra" / "overrides.yaml").exists():
-        raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, which has .hydra/ too")
-    own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
-    return [*_together(folder, given, flags), *own, *flags]
+
+    def found() -> list[str]:
+        checkpoint = _find(run, given, flags, config_name)
+        folder = checkpoint.parent.parent
+        if not (folder / ".hydra" / "overrides.yaml").exists():
+            raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside")
+        own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
+        return [*_together(folder, given, flags), *own]
+
+    nodes, endpoint = _machines(given)
+    if nodes == 1:  # where machines meet may be what that run was told
+        here = found()
+        told = decide("resumed", lambda: here, *_machines(here))
+    else:
+        told = decide("resumed", found, nodes, endpoint)
+    return [*_at_home(told, given), *flags]
+
+
+def _machines(overrides: Iterable[str]) -> tuple[int, str | None]:
+    """How many machines overrides speak of, and where they meet."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    nodes, endpoint = given.get("num_nodes", "1"), given.get("rdzv_endpoint", "null").strip("'\"")
+    found = int(nodes) if nodes.isdecimal() else 1, None if endpoint == "null" else endpoint
+    check_nodes(*found, "auto")
+    return found
+
+
+def _at_home(told: Sequence[str], given: Sequence[str]) -> list[str]:
+    """What the run's own machine told, here: on another one, which has no such folder, for a log in `outputs`."""
+    folder = Path(next(override for override in told if key(override) == "hydra.run.dir").split("=", 1)[1].strip("'"))
+    if folder.exists():
+        return list(told)
+    elsewhere = {"resume", "hydra.run.dir", *OWN}
+    log = f"hydra.run.dir={quoted(Path('${outputs}', *folder.parts[-2:]))}"
+    own = [override for override in given if key(override) in OWN]
+    return [*(override for override in told if key(override) not in elsewhere), *own, log]
 
 
 def sweep_overrides(arguments: Sequence[str]) -> list[str]:
@@ -107,11 +137,7 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
         runs, runs_of = Path(checks.folder("outputs", config.outputs)) / str(config.name), "*"
         if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
             runs, runs_of = runs.parent, "*/*"
-        found = newest("resume", runs, runs_of)
-        # where machines meet may be what that run was told
-        config = _composed([*_together(found, given, flags), *flags], config_name)
-        check_nodes(config.num_nodes, config.rdzv_endpoint, config.strategy.name)
-        wanted = agree("resumed", str(found), config.num_nodes, config.rdzv_endpoint)
+        wanted = str(newest("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
@@ -154,12 +180,7 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
 @contextmanager
 def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
     """A run, or what goes on, in its folder: `.hydra` holds what it is made with, and `checkpoints/last.ckpt` is what
-    it goes on from. If it is refused before it has saved anything, both are what they were. Of workers that exist
-    already, and of several machines, the first one writes, once."""
-    own = uuid.uuid4().hex
-    if agree(f"record of {folder}", own, cfg.num_nodes, cfg.rdzv_endpoint) != own:
-        yield
-        return
+    it goes on from. If it is refused before it has saved anything, both are what they were."""
     hydra = HydraConfig.get()
     new = {"config.yaml": cfg, "hydra.yaml": {"hydra": hydra}, "overrides.yaml": hydra.overrides.task}
     files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}

@@ -115,6 +115,7 @@ class Kept:
     data_dir: Folder
     num_workers: FromZero | None = None
     rdzv_endpoint: Text | None = None
+    machine_timeout: Positive = 10.0
     max_restarts: FromZero = 0
     elastic: Flag = False
     hang_timeout: Positive = 300.0

@@ -8,16 +8,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.launch.agent import launch
+from lockstep.launch.endings import WorkerFailed, outcome_of
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.machine import computes_bf16
+from lockstep.launch.meeting import Guest, Keeper, KeeperLost, Place, meet
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.run.arguments import given
+from lockstep.run.card import card, must_be_alike
 from lockstep.run.config import Config, check
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
@@ -31,7 +34,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.run.opening import open_data
     from lockstep.run.training import train as work
 
-    if config.resume:
+    if config.resume:  # on the machine that keeps the run
         checkpoint_io.load(config.resume)  # a damaged one is refused; workers would take an older one
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(work, config, splits, folder)
@@ -52,16 +55,101 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             "times float32's time; precision=auto takes 32-true here",
             file=sys.stderr,
         )
+    if external_workers() > 1:
+        must_be_alike(card(config, splits))
+    meeting = meet(config.rdzv_endpoint) if config.layout.num_nodes > 1 and config.rdzv_endpoint else None
+    if isinstance(meeting, Guest):
+        return _follow(meeting, work, config, splits, folder)
     before, saved = summary_of(folder), _saved(folder)
     try:
         from lockstep.run.accumulation import fitted
 
         config = fitted(config, splits, folder)
-        return _elastic(work, config, splits, folder) if config.elastic else _launch(work, config, splits, folder)
+        result = _lead(meeting, work, config, splits, folder)
     except BaseException as error:
+        if meeting is not None:
+            meeting.end(outcome_of(error))
         if not isinstance(error, Refusal) or _saved(folder) != saved:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)
         raise
+    if meeting is not None:
+        meeting.end(outcome_of(None))
+    return result
+
+
+def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
+    """Lets the workers of all machines live until one life is through: `max_restarts` times again as they were, then,
+    under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each. `pieces` stay,
+    so every layout takes the same steps."""
+    asked, now, restarts, left = config.layout, config, 0, config.max_restarts
+    while True:
+        place = None
+        if meeting is not None:
+            wanted = replace(now.layout, num_nodes=asked.num_nodes)
+            fewer = config.elastic and restarts > 0
+            place = meeting.begin(card(config, splits), wanted, restarts, config.machine_timeout, fewer)
+            now = laid_out(config, place.machines, now.layout.devices)
+        raised: BaseException | None = None
+        try:
+            result = _launch(work, now, splits, folder, restarts, meeting, place)
+        except (WorkerFailed, Refusal, Interrupted) as error:
+            raised = error
+        if meeting is not None:
+            own = outcome_of(raised)
+            outcome = meeting.settle(own)
+            if own.kind == outcome.kind == "interrupted" and meeting.returning():
+                continue
+            raised = raised if outcome == own else outcome.raised()
+        if raised is None:
+            return result
+        if not isinstance(raised, WorkerFailed):
+            raise raised
+        restarts += 1
+        can_shrink = config.elastic and _saved(folder) is not None
+        if can_shrink and meeting is not None and meeting.lost():
+            print(f"{raised}; going on without it", file=sys.stderr)
+        elif left:
+            left -= 1
+            print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
+        elif can_shrink and now.layout.devices > 1:
+            now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
+            going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
+            print(f"{raised}; {going_on}{' on each machine' * (meeting is not None)}", file=sys.stderr)
+        else:
+            raise raised
+
+
+def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> None:
+    """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed.
+
+    Raises:
+        Refusal, WorkerFailed, Interrupted: what ended it.
+    """
+    while True:
+        try:
+            place = meeting.begin(card(config, splits), config.machine_timeout)
+        except KeeperLost as lost:
+            if not (config.max_restarts or config.elastic):
+                raise WorkerFailed(str(lost)) from None
+            print(f"{lost}; it may come back", file=sys.stderr)
+            meeting = cast(Guest, meet(cast(str, config.rdzv_endpoint), again=True))
+            continue
+        if place is None:
+            print(f"completed; the run is on machine {meeting.keeper}", file=sys.stderr)
+            return
+        now, raised = laid_out(config, place.machines, place.devices), None
+        try:
+            _launch(work, now, splits, folder, place.restarts, meeting, place)
+        except (WorkerFailed, Refusal, Interrupted) as error:
+            raised = error
+        meeting.settle(outcome_of(raised))
+
+
+def laid_out(config: Config, machines: int, devices: int) -> Config:
+    """The config on so many machines, with so many workers each."""
+    asked = config.layout
+    shares = asked.shares if (asked.num_nodes, asked.devices) == (machines, devices) else ()  # one for each asked for
+    return replace(config, layout=replace(asked, num_nodes=machines, devices=devices, shares=shares))
 
 
 def _saved(folder: Path) -> int | None:
@@ -70,35 +158,18 @@ def _saved(folder: Path) -> int | None:
     return last.stat().st_mtime_ns if last.exists() else None
 
 
-def _launch(work: Callable[..., Any], config: Config, splits: Any, folder: Path, restarts: int = 0) -> Any:
-    spanning = config.elastic and config.layout.num_nodes > 1
-    return launch(
-        work,
-        config,
-        splits,
-        folder,
-        layout=config.layout,
-        rdzv_endpoint=config.rdzv_endpoint,
-        min_nodes=1 if spanning else None,
-        max_restarts=max(config.max_restarts, 100) if spanning else config.max_restarts,
-        restarts=restarts,
-        hang_timeout=config.hang_timeout,
-    )
-
-
-def _elastic(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
-    """Goes on with one worker fewer when one is lost for good: when the agent's `max_restarts` are used up. `pieces`
-    stay, so every layout takes the same steps."""
-    now, restarts = config, 0
-    while True:
-        try:
-            return _launch(work, now, splits, folder, restarts)
-        except WorkerFailed as error:
-            devices, restarts = now.layout.devices - 1, restarts + 1
-            if not devices or not (folder / "checkpoints" / "last.ckpt").exists():
-                raise
-            now = replace(config, layout=replace(config.layout, devices=devices, shares=()))
-            print(f"{error}; going on with {devices} of {config.layout.devices} workers", file=sys.stderr)
+def _launch(
+    work: Callable[..., Any],
+    config: Config,
+    splits: Any,
+    folder: Path,
+    restarts: int,
+    meeting: Keeper | Guest | None,
+    place: Place | None,
+) -> Any:
+    layout, silence = config.layout, config.hang_timeout
+    work_on = (config, splits, folder)
+    return launch(work, *work_on, layout=layout, restarts=restarts, hang_timeout=silence, meeting=meeting, place=place)
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:

@@ -18,6 +18,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, Preemption, ReplicaConsistencyCheck, ResumeState
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
+from lockstep.launch.group import of_rank_zero
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
@@ -39,7 +40,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
     started = time.perf_counter()
-    config = as_launched(config)
     rank = fast.set_up_worker(config, folder)
     if config.layout.batch_size > len(splits.train):
         there = counted(len(splits.train), "sample")
@@ -104,15 +104,6 @@ def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:
     return Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
 
 
-def as_launched(config: Config) -> Config:
-    """The config with the number of machines that take part; under `elastic` these may be fewer than asked for."""
-    if not config.elastic or config.layout.strategy != "ddp":
-        return config
-    nodes = environment().nodes or config.layout.num_nodes
-    shares = config.layout.shares if nodes == config.layout.num_nodes else ()  # one for each device that was asked for
-    return replace(config, layout=replace(config.layout, num_nodes=nodes, shares=shares))
-
-
 def first_batch(config: Config, train: Any) -> Any:
     """The run's first batch as a training set of its own: every step then has these samples, whatever the position."""
     order = DataOrder(len(train), config.layout, config.seed)
@@ -120,5 +111,6 @@ def first_batch(config: Config, train: Any) -> Any:
 
 
 def _best(callbacks: list[pl.Callback]) -> str | None:
-    paths = [path for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return str(paths[0]) if paths else None
+    """The best checkpoint, which only rank zero may have."""
+    paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
+    return of_rank_zero(paths[0] if paths else None)

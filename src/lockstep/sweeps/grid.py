@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.machine import gpu_count
+from lockstep.launch.meeting import decide
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
 from lockstep.run.cli import SweepFailed
@@ -79,8 +80,12 @@ def launch(
         if done.status is JobStatus.FAILED:
             raise cast(Exception, done._return_value)  # `return_value` would print before it raises
 
+    def told(job: Job) -> dict[str, Any]:
+        met = (config.num_nodes, config.rdzv_endpoint)
+        return dict(decide(f"end of {job.number}", lambda: summary_of(job.folder), *met, lasts=False))
+
     try:
-        jobs.run_jobs(missing, start, progress.ended, places, inside)
+        jobs.run_jobs(missing, start, progress.ended, places, told if inside else None)
     finally:
         if progress.done < progress.total or progress.failed:
             program, shown = os.path.relpath(sys.argv[0]), os.path.relpath(folder)

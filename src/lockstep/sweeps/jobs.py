@@ -23,7 +23,6 @@ from typing import Any, cast
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
-from lockstep.launch.group import of_rank_zero
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.launch.signals import Interrupted, say_ending
@@ -86,14 +85,14 @@ def run_jobs(
     start: Callable[[Job], None],
     ended: Callable[[Job, dict[str, Any]], None],
     places: Sequence[Slot],
-    inside: bool = False,
+    inside: Callable[[Job], dict[str, Any]] | None = None,
 ) -> None:
     """Runs jobs as places come free.
 
     Args:
         start: the run itself, in the job's process.
         ended: told of each end, with the job's summary.
-        inside: run in this process, one after the other.
+        inside: run in this process, one after the other; what then tells a job's summary.
 
     Raises:
         Interrupted: SIGTERM or SIGINT ended the sweep; the jobs were asked to save, and have ended.
@@ -103,7 +102,7 @@ def run_jobs(
             job.started = time.monotonic()
             export(**{STARTED: str(time.time())})
             start(job)
-            ended(job, of_rank_zero(summary_of(job.folder)))
+            ended(job, inside(job))
         return
     import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 

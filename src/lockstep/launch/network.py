@@ -1,0 +1,101 @@
+"""Addresses: where machines meet, and which interface of this one leads there."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+import sys
+from contextlib import suppress
+from ipaddress import ip_address
+
+from lockstep.arithmetic.layout import Refusal
+
+LOOPBACK = "127.0.0.1"
+SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
+
+
+def endpoint_of(text: str) -> tuple[str, int]:
+    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets.
+
+    Raises:
+        Refusal: it is neither a name nor an address with a port.
+    """
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise Refusal(f"rdzv_endpoint={text}: an IPv6 address stands in brackets, [{host}]:{port}")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise Refusal(f"rdzv_endpoint={text}: must be <host>:<port> of one of the machines")
+    return host, int(port)
+
+
+def resolved(host: str, port: int) -> str:
+    """The address that a host's name stands for here.
+
+    A machine's own name may stand for a loopback address (Debian's /etc/hosts), which is of no use to others: then it
+    is the address that this machine has on the network.
+
+    Raises:
+        Refusal: nobody here knows the name, or the machine has several addresses to choose from.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as error:
+        raise Refusal(f"{host}: no address is known here for it ({error.strerror})") from None
+    meant = host == address or host.startswith("localhost")
+    if meant or not ip_address(address).is_loopback:
+        return address
+    found = sorted({own for _, own in _interfaces() if not ip_address(own).is_loopback})
+    if len(found) != 1:
+        there = f"has {', '.join(found)}" if found else "has none else"
+        raise Refusal(
+            f"{host}: stands for {address} here, which others can't reach; give an address: this machine {there}"
+        )
+    return found[0]
+
+
+def address_towards(address: str) -> str:
+    """This machine's own address as `address` sees it: that of the interface which leads there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface that leads to an IPv4 address; None where that can't be told."""
+    with suppress(OSError):
+        own = address_towards(address)
+        if ip_address(own).is_loopback:
+            return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        return next((name for name, found in _interfaces() if found == own), None)
+    return None
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Names and IPv4 addresses of this machine's network interfaces (Linux; elsewhere none are known)."""
+    if sys.platform != "linux":
+        return []
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one without an address
+                told = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append((name, socket.inet_ntoa(told[20:24])))
+    return found
+
+
+def listening(address: str, port: int) -> socket.socket | None:
+    """A socket that hears who connects to this address, and to no other one of this machine; None where the address is
+    another machine's, or somebody listens there already."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise Refusal(f"{address}:{port}: can't listen there: {error.strerror}") from None

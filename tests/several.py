@@ -1,0 +1,109 @@
+"""Machines for tests: network namespaces, each with a name, a link, a copy of the project and folders of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Process, Run, summary_of, wait_for
+from machines import Machines
+
+JOB = (
+    "data=synthetic",
+    "data.samples=415",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "model.dropout=0.25",
+    "batch_size=32",
+    "max_epochs=24",
+    "checkpoint_every=3",
+    "logger=none",
+    "threads=1",
+    "exact=true",
+    "pieces=4",
+)
+
+SLOW = """
+import time
+
+from lightning.pytorch import Callback
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, *args, **kwargs):
+        time.sleep(0.1)
+"""
+
+
+class Site:
+    """Several machines, none of which sees another one's files."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self.machines, self.names = machines, machines.names
+        self.homes = [folder / f"home{index}" for index in range(len(machines.names))]
+        for home in self.homes:
+            for part in ("src", "conf"):
+                shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            home.joinpath("src", "project", "slow.py").write_text(SLOW)
+            home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
+
+    def start(
+        self, index: int, *options: str, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        home = self.homes[index]
+        return self.machines.start(
+            index,
+            [sys.executable, *launcher, str(home / "src" / "train.py"), *options],
+            hidden=[other for other in self.homes if other != home],
+            cwd=home,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def start_all(self, *options: str, count: int | None = None) -> list[subprocess.Popen[str]]:
+        """The same command on the first `count` machines, which meet by the first one's name."""
+        count = count or len(self.homes)
+        met = (f"num_nodes={count}", f"rdzv_endpoint={self.names[0]}:29500", "strategy=ddp")
+        return [self.start(index, *JOB, *met, *options) for index in range(count)]
+
+    def finish(self, index: int, process: Process, timeout: float = 90) -> Run:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.machines.kill(index)
+            pytest.fail(f"machine {index} is still running after {timeout} s\n{process.communicate()}")
+        assert process.returncode is not None
+        return Run(process.returncode, stdout, stderr, self.homes[index] / "outputs")
+
+    def finish_all(self, processes: list[subprocess.Popen[str]], timeout: float = 90) -> list[Run]:
+        return [self.finish(index, process, timeout) for index, process in enumerate(processes)]
+
+    def saved(self, index: int, process: Process) -> None:
+        """Waits until the machine has saved a checkpoint from now on."""
+        began = time.time()
+        runs = self.homes[index] / "outputs"
+        wait_for(lambda: any(file.stat().st_mtime > began for file in runs.rglob("last.ckpt")), process)
+
+
+def ended_well(runs: list[Run], name: str) -> dict[str, object]:
+    """The summary of a run that all machines have ended well, of which the first one alone keeps more than its log."""
+    assert [run.returncode for run in runs] == [0] * len(runs), "\n".join(map(str, runs))
+    for rank, run in enumerate(runs[1:], 1):
+        kept = [file.name for file in run.outputs.glob(f"{name}/**/*") if file.is_file()]
+        assert {name[:5] for name in kept} == {"rank_"}, f"machine {rank} keeps {kept}"
+        assert "completed; the run is on machine" in run.stderr
+    (folder,) = runs[0].outputs.glob(f"{name}/*")
+    return summary_of(folder)
+
+
+def stop(process: subprocess.Popen[str], signum: int = signal.SIGTERM) -> None:
+    os.kill(process.pid, signum)
