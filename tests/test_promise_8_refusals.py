@@ -52,7 +52,16 @@ def refused(*overrides: str) -> str:
 
 # Each case: overrides, and what the line must hold, in this order: what is wrong, then what would be right.
 REFUSED: list[tuple[str, str]] = [
-    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
+    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp, pipeline"),
+    ("strategy=pipeline", "strategy=pipeline and devices=1 don't go together: a stage needs a device.*devices=2"),
+    ("strategy=pipeline devices=3 pieces=2", "pieces=2 is fewer than 3 devices: give pieces=3"),
+    ("strategy=pipeline devices=2 compile=true", "compile=true.*don't go together.*strategy=ddp"),
+    ("strategy=pipeline devices=2 accumulate_grad_batches=auto", "pipeline and accumulate_grad_batches=auto don't"),
+    ("strategy=pipeline devices=2 +strategy.shares=[2,1]", "strategy=pipeline and strategy.shares don't go together"),
+    ("strategy=pipeline devices=2 +strategy.compression=bf16", "compression=bf16 and strategy=pipeline don't"),
+    ("strategy=pipeline devices=2 elastic=true", "elastic=true and strategy=pipeline don't"),
+    ("strategy=ddp devices=2 +strategy.split=[3]", "strategy.split and strategy=ddp don't go together"),
+    ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
     ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Program, Run, apart
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from own_runs import DDP, DP, LAYOUTS, go_on, same_bits, train
+from own_runs import DDP, DP, LAYOUTS, PIPELINE, go_on, same_bits, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.arithmetic.layout import Refusal
@@ -170,6 +170,11 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
         ("Past", DP, "training_step must call self(x), not a layer of its own"),
         ("WholeLoss", DP, "forward() returned one number for a whole piece"),
         ("Views", DP, "training_step calls forward() more than once"),
+        ("Views", PIPELINE, "training_step calls forward() more than once"),
+        ("Past", PIPELINE, "training_step must call self(x), which passes all stages"),
+        ("Penalty", PIPELINE, "training_step uses net.1.bias outside of forward(), and another device holds it"),
+        ("Spare", PIPELINE, "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only"),
+        ("Disorder", PIPELINE, "the parts of Disorder one after the other don't give what its forward() does"),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(
@@ -178,7 +183,7 @@ def test_what_would_be_ignored_or_wrong_is_refused(
     run = train(project, tmp_path, name, *options, ok=False)
     assert run.returncode == 2, str(run)
     assert says in run.stderr
-    assert not run.folders or options[:2] in (DDP, DP)
+    assert not run.folders or options[:2] in (DDP, DP, PIPELINE)
 
 
 @pytest.mark.parametrize(

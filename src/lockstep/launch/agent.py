@@ -65,7 +65,8 @@ def launch(
     if found := external_workers():
         if found != layout.world_size:
             raise Refusal(
-                f"{found} workers exist, the layout needs {layout.world_size}: give ddp, devices x num_nodes = {found}"
+                f"{found} workers exist, the layout needs {layout.world_size}: give ddp (or pipeline), devices x "
+                f"num_nodes = {found}"
             )
         join_external()
         try:

@@ -92,6 +92,7 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     budget = None if config.memory_budget is None else config.memory_budget * MIB
+    rank = rank if config.layout.replicas > 1 else 0  # the stages of a pipeline get the same pieces
     return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
 
 
@@ -126,6 +127,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
             )
         if isinstance(callback, WeightAveraging) and config.strategy.average_every:
             raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
+        if isinstance(callback, WeightAveraging) and config.layout.strategy == "pipeline":
+            raise Refusal(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
     return [*made.values(), OptimizerCheck(config)]
 
 
@@ -135,15 +138,16 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
     own = config.strategy.average_every is not None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.world_size, config.late, own
+        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own
     )
+    gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     return StepTrainer(
         gradients,
-        FiniteGradientCheck(config.nonfinite, 1 if own else layout.world_size, later=layout.accelerator == "gpu"),
+        FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
-        devices=layout.devices if layout.strategy == "ddp" else 1,
+        devices=1 if layout.world_size == 1 else layout.devices,
         num_nodes=layout.num_nodes,
         precision=cast(Any, config.precision),
         max_epochs=config.max_epochs,
@@ -160,7 +164,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
+        deterministic=True if layout.exact and gpu else None,
         **config.debug.trainer,
     )
 

@@ -152,6 +152,8 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
+    pipeline = "strategy=pipeline" * (layout.strategy == "pipeline")
+    no_pipeline = f"strategy={layout.strategy}" * (not pipeline)
     only_ddp = "torch has it for ddp on GPUs only; model.norm=group needs no syncing"
     for one, other, why in (
         (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
@@ -182,6 +184,13 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
+        ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
+        (pipeline, "devices=1" * (layout.num_devices == 1), "a stage needs a device of its own; devices=2"),
+        (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
+        (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),
+        (pipeline, late, "its gradients are sent to nobody; late=0"),
+        (pipeline, auto, "what fits differs from stage to stage; accumulate_grad_batches=4, say"),
+        (pipeline, precision * keys.precision.startswith("16-"), "its loss scale is one device's; bf16-mixed"),
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:

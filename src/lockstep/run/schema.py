@@ -61,13 +61,14 @@ class StrategyOptions:
     sync_batchnorm: Flag = False
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     average_every: Whole | None = None
+    split: tuple[FromZero | Text, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class Strategy(StrategyOptions):
     """The group `strategy`."""
 
-    name: Literal["auto", "ddp", "dp"]
+    name: Literal["auto", "ddp", "dp", "pipeline"]
     shares: tuple[Positive, ...] | None = None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
 from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.step.stages import runs
 
 Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
 
@@ -141,8 +142,9 @@ class ExactGradientSum(GradientSum):
             self.everything = list(self.strategy.lightning_module.parameters())
         trained = [p for p in self.everything if p.requires_grad]
         if not self.sums or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
+            borders, mine = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
             self.parameters = trained
-            self.sums = [ExactSum([p.detach() for p in trained]) for _ in range(self.late + 1)]
+            self.sums = [ExactSum([p.detach() for p in trained], None, borders, mine) for _ in range(self.late + 1)]
             if len(self.exponents) != len(self.sums[0].exponents):
                 self.exponents = self.sums[0].exponents
             for each in self.sums:
@@ -193,7 +195,7 @@ class ExactGradientSum(GradientSum):
     def give(self, started: StartedSum) -> None:
         super().give(started)
         bounds = started.result[1]
-        if self.sum is not None and len(bounds) == len(self.exponents):  # else others are trained by now
+        if self.sum is not None and len(bounds) == len(self.sum.own):  # else others are trained by now
             self.sum.follow(bounds)
 
 
