@@ -18,7 +18,8 @@ import torch
 from conftest import Program, Run, ended, free_port, of_torchrun, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.meeting import Guest, meet
+from lockstep.launch.guest import Guest
+from lockstep.launch.meeting import meet
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
 from lockstep.run.continuation import told as told_of

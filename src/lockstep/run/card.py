@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.group import of_ranks
-from lockstep.launch.meeting import difference
+from lockstep.launch.wire import difference
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 from lockstep.run.provenance import versions
