@@ -30,6 +30,7 @@ WAYS = {
     "ddp": "",
     "strategy.compression=bf16": "strategy.compression=bf16",
     "strategy.compression=powersgd": "strategy.compression=powersgd",
+    "late=1": "late=1",
     "accumulate_grad_batches=4": "accumulate_grad_batches=4",  # and 4 times the batch_size
 }
 PLAIN = "ddp"
