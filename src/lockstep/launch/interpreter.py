@@ -63,8 +63,8 @@ def imported() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. One of
-    torchrun's workers leaves the others first, unless it failed: they would lose it before its reason is told."""
+    """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
+    worker of torchrun's leaves the others first, unless it failed: they would lose it before its reason is told."""
     if external_workers() and not code:
         leave_group()
     logging.shutdown()
