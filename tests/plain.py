@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.callbacks import Checkpoint, checkpoint_io
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
+from lockstep.step.strategies.single import SingleDevice
 
 STEPS, SIZE = 6, 4
 PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own
@@ -105,7 +106,7 @@ def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **opt
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
-        **{"devices": 1, "logger": False, **options},
+        **{"devices": 1, "logger": False, "strategy": SingleDevice(torch.device("cpu")), **options},
     )
     loop: Any = trainer.fit_loop.epoch_loop
     loop.follow_metrics = lambda: None  # no schedule here follows one

@@ -206,6 +206,7 @@ import sys; sys.path[:0] = sys.argv[1].split(':')
 import logging, pathlib, time
 import plain as t
 from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter
+from lockstep.step.strategies.ddp import DistributedDataParallel
 class Apart(t.Counting):  # the ranks disagree in everything
     def training_step(self, batch, batch_idx):
         time.sleep(0.06 if self.global_rank == 1 else 0)
@@ -217,7 +218,8 @@ folder = pathlib.Path(sys.argv[2])
 t.torch.set_num_threads(1)
 logging.basicConfig(filename=folder / 'log', level='INFO')
 callbacks = Meter(log_every=3), Console(bar=False), Dashboard({'lr': 1}, ''), Checkpoint(folder, every=2)
-trainer = t.trainer_with(folder, *callbacks, epochs=3, strategy='ddp', devices=2, logger=t.board(folder))
+ddp = {'strategy': DistributedDataParallel(), 'devices': 2}
+trainer = t.trainer_with(folder, *callbacks, epochs=3, logger=t.board(folder), **ddp)
 trainer.fit(Apart(), **t.loaders())
 assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
 """

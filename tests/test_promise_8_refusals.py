@@ -203,7 +203,7 @@ def test_what_fits_is_taken(overrides: str) -> None:
 
 def test_the_layout_alone_says_who_computes_what() -> None:
     assert {field.name for field in fields(Config)} & {field.name for field in fields(Layout)} == {"strategy"}
-    assert set(asdict(checked().strategy)) == {"sync_batchnorm", "compression", "average_every"}
+    assert set(asdict(checked().strategy)) == {"sync_batchnorm", "compression", "average_every", "split"}
     found = {devices: checked("pieces=8", f"devices={devices}").layout.accumulate for devices in (1, 3, 4, 8)}
     assert found == {1: 8, 3: 3, 4: 2, 8: 1}
     assert checked("devices=2", "accumulate_grad_batches=4").layout.pieces == 8

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -71,7 +72,8 @@ def _machines(overrides: Iterable[str]) -> tuple[int, str | None]:
 
 def _at_home(told: Sequence[str], given: Sequence[str]) -> list[str]:
     """What the run's own machine told, here: on another one, which has no such folder, for a log in `outputs`."""
-    folder = Path(next(override for override in told if key(override) == "hydra.run.dir").split("=", 1)[1].strip("'"))
+    given_dir = next(override for override in told if key(override) == "hydra.run.dir")
+    folder = Path(str(OverridesParser.create().parse_override(given_dir).value()))
     if folder.exists():
         return list(told)
     elsewhere = {"resume", "hydra.run.dir", *OWN}
