@@ -4,8 +4,9 @@
     python scripts/parity.py differences=true data=mnist model.dropout=0.25
 
 Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
-and with exact=true; on CPUs also on two machines, which are two parents on this host that meet over its loopback device. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls,
-steps that are wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
+and with exact=true; on CPUs also on two machines, which are two parents on this host that meet over its loopback
+device. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls, steps that are
+wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
 
 What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
 show how far this model has carried that after each step, and ten times as far (or ten roundings of the weights for each

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, wait_for
+from machines import Machines, NoMachines
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +47,29 @@ def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
     done = chaos("--faults=4", "--layouts=single", "--control", "--seed=31", "max_epochs=6")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEM weights_sha256" in done.stdout
+
+
+@pytest.fixture
+def machines() -> None:
+    try:
+        with Machines(2):
+            pass
+    except NoMachines as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_run_over_machines_survives_faults() -> None:
+    """The machine that keeps the run is killed and comes back; then a worker is killed."""
+    done = chaos("--machines=2", "--faults=2", "--seed=6", "max_epochs=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 x keeper killed, 1 x worker killed" in done.stdout
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_run_over_machines_that_goes_on_otherwise_is_told_apart() -> None:
+    """The control: all machines are killed, and go on with another seed."""
+    done = chaos("--machines=2", "--faults=1", "--control", "max_epochs=2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PROBLEM weights_sha256" in done.stdout
+    assert "exit code" not in done.stdout
