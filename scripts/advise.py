@@ -1,10 +1,12 @@
 """Which layout is fastest on this machine for a model, a data set and a batch size:
 
     python scripts/advise.py model=resnet18 data=cifar10 batch_size=256
+    python scripts/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]   # on several machines?
 
 Says what this machine is, and what is wrong with it; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
 and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
-`strategy.shares` that keep them all busy. Takes the config of train.py; writes advise.json.
+`strategy.shares` that keep them all busy. With `link` it answers another question: what a step would take on several
+machines that are joined so (see `scaling.py`). Takes the config of train.py; writes advise.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,6 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import machine
+import scaling
+from link import Link
 from rich import box
 from rich.table import Table
 from showing import wide_console
@@ -69,16 +74,26 @@ class Choice:
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measures, and answers."""
-    seconds = real(above=0)("seconds", raw.pop("seconds"))
+    seconds, link = real(above=0)("seconds", raw.pop("seconds")), raw.pop("link")
+    links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal("advise measures one machine, without torchrun")
     facts, problems = machine.facts(), machine.problems()
     print("\n".join([*facts, *(f"wrong: {problem}" for problem in problems)]), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
     splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
+    find = partial(on_machines, links) if links else on_devices
+    report = find(raw, splits, folder, seconds)
+    print(report["answer"])
+    write_summary(folder / "advise.json", report | {"machine": facts, "problems": problems, "config": raw})
+
+
+def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float) -> dict[str, Any]:
+    """Measures this machine's layouts, each for so many seconds."""
+    config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
     choices = offers(config)
     one = measure(choices[0], raw, splits, folder, WARMUP + LEAST)
-    steps = WARMUP + max(LEAST, min(MOST, int(seconds / ROUNDS / one["seconds"])))
+    steps = enough(seconds / ROUNDS, one["seconds"])
     for choice in choices * ROUNDS:
         if choice.failed:
             continue
@@ -92,14 +107,38 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     several = [each for each in choices if each.strategy == "ddp" and each.accumulate_grad_batches > 1 and each.seconds]
     speeds: list[float] = []  # of all devices at once, in pieces, against the slowest's
     if several:
-        pieces = measure(max(several, key=lambda choice: choice.devices), raw, splits, folder, steps, True)["pieces"]
+        largest = max(several, key=lambda choice: choice.devices)
+        pieces = measure(largest, raw, splits, folder, steps, pieces=True)["pieces"]
         speeds = [max(pieces) / piece for piece in pieces]
     answer = conclusion(choices, config, speeds)
     wide_console(120).print(table(choices))
-    print(answer)
-    measured = {"choices": [asdict(choice) for choice in choices], "speeds": speeds, "steps": steps}
-    report = {"answer": answer, "machine": facts, "problems": problems, **measured, "config": raw}
-    write_summary(folder / "advise.json", report)
+    return {"answer": answer, "choices": [asdict(choice) for choice in choices], "speeds": speeds, "steps": steps}
+
+
+def on_machines(
+    links: dict[str, Link], raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
+) -> dict[str, Any]:
+    """Measures one device with the parts of a step that several machines would have, each for so many seconds."""
+    compression = raw["strategy"].get("compression", "none")
+    config = check({**raw, "devices": 1, "strategy": {"name": "auto"}})
+
+    def part(samples: int) -> scaling.Computed:
+        print(f"measuring {samples} samples ...", file=sys.stderr)
+        machines = config.layout.batch_size // samples
+        pieces = config.layout.pieces if raw["pieces"] is None else math.ceil(config.layout.pieces / machines)
+        alone, own = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
+        first = measure(alone, own, splits, folder, WARMUP + LEAST)
+        found = measure(alone, own, splits, folder, enough(seconds, first["seconds"]), gradients=True)
+        return scaling.Computed(found["median"], found["ready"], found["sizes"])
+
+    rows = scaling.predict(config, compression, links, part)
+    wide_console(120).print(scaling.table(rows))
+    return {"answer": scaling.conclusion(rows), "machines": [asdict(row) for row in rows]}
+
+
+def enough(seconds: float, step: float) -> int:
+    """Steps of a run that is to last so long."""
+    return WARMUP + max(LEAST, min(MOST, int(seconds / step)))
 
 
 def offers(config: Config) -> list[Choice]:
@@ -117,12 +156,13 @@ def offers(config: Config) -> list[Choice]:
 
 
 def measure(
-    choice: Choice, raw: dict[str, Any], splits: Splits, folder: Path, steps: int, pieces: bool = False
+    choice: Choice, raw: dict[str, Any], splits: Splits, folder: Path, steps: int, **timed: bool
 ) -> dict[str, Any]:
     """A run of so many steps: `seconds` of a step, the lower quartile, since what else runs on the machine only adds;
-    `peak_gib`; `pieces`, the median seconds of one on each rank, where they are asked for."""
+    `peak_gib`; and what the clock is asked for: of `pieces` the median seconds of one on each rank, of `gradients` what
+    rank zero's clock says."""
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
-    bare["callbacks"] = {"clock": {"_target_": "clock.Clock", "pieces": pieces}}
+    bare["callbacks"] = {"clock": {"_target_": "clock.Clock", **timed}}
     config = check({**raw, **bare, **choice.changes()})
     run = folder / "run"
     run.mkdir()
@@ -133,8 +173,11 @@ def measure(
         shutil.rmtree(run)
     return {
         "seconds": quantiles(ranks[0]["steps"][WARMUP - 1 :], n=4)[0],
+        "median": median(ranks[0]["steps"][WARMUP - 1 :]),
         "peak_gib": max(rank["peak_gib"] for rank in ranks),
-        "pieces": [median(rank["pieces"]) for rank in ranks] if pieces else None,
+        "pieces": [median(rank["pieces"]) for rank in ranks if rank["pieces"]],
+        "ready": ranks[0]["ready"],
+        "sizes": ranks[0]["sizes"],
     }
 
 

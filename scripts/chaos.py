@@ -57,12 +57,13 @@ LAYOUTS = {
     "single": ["strategy=auto", "devices=1"],
     "dp": ["strategy=dp", "devices=2"],
     "ddp": ["strategy=ddp", "devices=2"],
+    "pipeline": ["strategy=pipeline", "devices=2"],
     "ddp_accumulate": ["strategy=ddp", "devices=2", "accumulate_grad_batches=2"],
 }
 LASTING = 3  # epochs of a run over machines, for each fault that it must outlast
 EXACT = ["exact=true", "pieces=4"]
 EXACT_LAYOUTS = [["strategy=auto", "devices=1"]] + [
-    [f"strategy={s}", f"devices={n}"] for s in ("ddp", "dp") for n in (2, 3, 4)
+    [f"strategy={s}", f"devices={n}"] for s in ("ddp", "dp", "pipeline") for n in (2, 3, 4)
 ]
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,30 +18,54 @@ from lockstep.callbacks.meter import peak_gib
 class Clock(pl.Callback):
     """Each rank writes `clock_<rank>.json` into the run's folder when training ends: `steps`, seconds of each optimizer
     step but the first; `pieces`, seconds of each micro-batch but a step's last one, whose backward pass may wait for
-    other ranks; `peak_gib`, of a GPU what tensors took, else what the process took.
+    other ranks; `ready`, of each trained parameter when its gradient is complete, in seconds since the step's beginning
+    (medians), and `sizes`, their bytes; `peak_gib`, of a GPU what tensors took, else what the process took.
 
     Args:
         pieces: time them too. On a GPU this waits for each.
+        gradients: time them too. On a GPU this waits for each.
     """
 
-    def __init__(self, pieces: bool = False) -> None:
+    def __init__(self, pieces: bool = False, gradients: bool = False) -> None:
         self.pieces = pieces
+        self.gradients = gradients
+        self.complete: list[float] = []  # when each of the step's gradients was made last
+        self.ready: list[list[float]] = []  # of each step
+        self.sizes: list[int] = []
         self.ends: list[float] = []
         self.backward: list[float] = []  # when each of the step's backward passes began
         self.took: list[float] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.gradients:
+            return
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        self.sizes, self.complete = [parameter.nbytes for parameter in trained], [0.0] * len(trained)
+
+        def made(index: int) -> Any:
+            def note(_: torch.Tensor) -> None:
+                self.complete[index] = _now(pl_module)
+
+            return note
+
+        for index, parameter in enumerate(trained):
+            parameter.register_post_accumulate_grad_hook(made(index))
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if self.pieces:
             self.backward.append(_now(pl_module))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.ends:
+            self.ready.append([end - self.ends[-1] for end in self.complete])
         self.ends.append(_now(pl_module))
         self.took += [end - start for start, end in pairwise(self.backward)]
         self.backward = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = [end - start for start, end in pairwise(self.ends)]
-        found = {"steps": steps, "pieces": self.took, "peak_gib": peak_gib(pl_module.device)}
+        found = {"steps": steps, "pieces": self.took, "peak_gib": peak_gib(pl_module.device), "sizes": self.sizes}
+        found["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
         Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 

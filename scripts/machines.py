@@ -10,14 +10,17 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import Any
 
 NETWORK = "10.71.33"
 HOSTS = Path("/etc/netns")
+QUEUE = "100ms"  # of packets that wait for a limited link; more are dropped
 
 
 class NoMachines(Exception):
@@ -25,17 +28,22 @@ class NoMachines(Exception):
 
 
 class Machines:
-    """`count` machines on one switch, while it is entered; all that runs on them is killed at the end.
+    """`count` machines on one switch, while it is entered; all that runs on them is killed at the end, be it SIGTERM.
+
+    Each has its own hostname, one of `names`, and a hosts file in which the others' names stand.
 
     Args:
         rate: of each machine's link, in each direction, in tc's words (`200mbit`); None: as fast as memory.
+        burst: bytes that a rested link passes at once: few against the messages that are timed, but more than what
+            passes while this machine is too busy to look after the link, some milliseconds.
 
     Raises:
         NoMachines: this system or user can't make them.
     """
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+    def __init__(self, count: int, rate: str | None = None, burst: int = 32_768) -> None:
         self.rate = rate
+        self.burst = burst
         self._prefix = f"ls{uuid.uuid4().hex[:6]}"
         self._switch = f"{self._prefix}s"
         self.names = [f"{self._prefix}m{index}" for index in range(count)]
@@ -43,8 +51,11 @@ class Machines:
     def __enter__(self) -> Machines:
         if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
             raise NoMachines(f"{missing[0]} is not installed (packages iproute2 and util-linux)")
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of __exit__
         try:
             self._build()
+            self.limit(self.rate)
         except NoMachines:
             self.__exit__(None, None, None)
             raise
@@ -95,15 +106,28 @@ class Machines:
         """Plugs the machine's cable out, or in: nobody is told, packets just don't arrive."""
         _ip("-n", self._switch, "link", "set", f"p{index}", "up" if up else "down")
 
+    def limit(self, rate: str | None) -> None:
+        """Gives every link, in each direction, another rate from now on; None: as fast as memory."""
+        self.rate = rate
+        for index, name in enumerate(self.names):
+            for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
+                place = ("tc", "-n", namespace, "qdisc")
+                if rate is not None:
+                    shape = ("tbf", "rate", rate, "burst", str(self.burst), "latency", QUEUE)
+                    _said(*place, "replace", "dev", device, "root", *shape)
+                elif "tbf" in _said(*place, "show", "dev", device):
+                    _said(*place, "delete", "dev", device, "root")
+
     def _build(self) -> None:
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "switch", "up")
         for index, name in enumerate(self.names):
             HOSTS.joinpath(name).mkdir(parents=True)
-            own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian's: its own name is a loopback address
-            others = (f"{self.address(at)} {other}\n" for at, other in enumerate(self.names) if at != index)
-            HOSTS.joinpath(name, "hosts").write_text(own + "".join(others))
+            hosts = {other: self.address(at) for at, other in enumerate(self.names)}
+            hosts[name] = "127.0.1.1"  # as Debian's: its own name is a loopback address
+            lines = ["127.0.0.1 localhost", *(f"{address} {other}" for other, address in hosts.items())]
+            HOSTS.joinpath(name, "hosts").write_text("\n".join([*lines, ""]))
             _ip("netns", "add", name)
             port = ("type", "veth", "peer", "name", f"p{index}", "netns", self._switch)
             _ip("-n", name, "link", "add", "eth0", *port)
@@ -111,17 +135,14 @@ class Machines:
             _ip("-n", name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", device, "up")
-            if self.rate:
-                for namespace, device in ((name, "eth0"), (self._switch, f"p{index}")):
-                    shape = ("tbf", "rate", self.rate, "burst", "32kb", "latency", "100ms")
-                    _said("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
 
 def _ip(*arguments: str) -> None:
     _said("ip", *arguments)
 
 
-def _said(*command: str) -> None:
+def _said(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoMachines(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'failed'}")
+    return done.stdout

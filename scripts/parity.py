@@ -58,6 +58,7 @@ CONTROLS = {
     "another permutation": "permuted",
     "short tail scaled as a full step": "windowed",
 }
+LATE = "gradients a step later"  # one more control, where gradients can be late
 
 
 class Different(Exception):
@@ -113,7 +114,8 @@ def judge_layouts(
     if blind:
         raise Different(f"this comparison does not see: {', '.join(blind)}; so it proves nothing")
     if failed:
-        raise Different(f"{len(failed)} of {len(rows) - len(CONTROLS)} trials differ: {', '.join(failed)}")
+        tried = sum(row.kind != "control" for row in rows)
+        raise Different(f"{len(failed)} of {tried} trials differ: {', '.join(failed)}")
 
 
 def compare(
@@ -121,30 +123,34 @@ def compare(
 ) -> tuple[list[Row], Distances, str]:
     """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
     rows: list[Row] = []
-    first: dict[bool, Outcome] = {}  # one device: without and with exact
+    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by `late`
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
     for number, (kind, trial) in enumerate(counted(trials(config, raw), "trial")):
         names = trial.name, ""
         try:
-            layout = check({**raw, **trial.changes}).layout
+            tried = check({**raw, **trial.changes})
+            layout, arithmetic = tried.layout, (tried.layout.exact, tried.late)
             names = trial.name or title(layout), each(layout)
             found = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (Refusal, WorkerFailed) as error:
             if tolerance is None:
                 raise
             # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
-            passed = isinstance(error, Refusal) if kind == "exact" else kind == "control" and "not finite" in str(error)
+            # nor is every network one in a row
+            refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] == "pipeline"
+            passed = isinstance(error, Refusal) if refusable else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        reference = first.get(layout.exact, first.get(False, found))
+        default = found if kind == "late" else first.get((False, config.late), found)
+        reference = first.get(arithmetic, default)
         rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(layout.exact, found)
+        first.setdefault(arithmetic, found)
         if kind == "yardstick":
             yardsticks.append(distances(found, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
     assert tolerance is not None
-    return rows, tolerance, explain(first[False], tolerance)
+    return rows, tolerance, explain(first[False, config.late], tolerance)
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -159,11 +165,29 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
     found += [("default", Trial("", layout | default)) for layout in others]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    late = {"late": config.late + 1}
+    if lateable := can_run({**raw, **one, **late}):
+        some: dict[str, dict[str, Any]] = {}  # the first of each strategy
+        for layout in everywhere:
+            some.setdefault(check({**raw, **layout}).layout.strategy, layout)
+        some.pop("pipeline", None)  # which sends no gradient
+        found += [("late", Trial("", layout | exact | late)) for layout in some.values()]
     found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
     wrong = asked(config, raw) | default
     for name, fault in CONTROLS.items():
         found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+    if lateable:
+        found.append(("control", Trial(LATE, one | late)))
     return found
+
+
+def can_run(raw: dict[str, Any]) -> bool:
+    """Whether a config is not refused: gradients can't be late with a loss scaler, say."""
+    try:
+        check(raw)
+    except Refusal:
+        return False
+    return True
 
 
 def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -177,6 +201,8 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
         candidates += [({"name": name}, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
             candidates.append(({"name": name, "shares": [3, 1]}, 2))
+    if not config.compile:  # nor with this one, of which every piece passes each stage
+        candidates += [({"name": "pipeline"}, n) for n in (2, 3) if n <= most and config.layout.accelerator == "cpu"]
     found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
     if most >= 2 and config.layout.accelerator == "cpu":  # a guest on this host would take the first GPU too
         met = {"num_nodes": 2, "rdzv_endpoint": f"{LOOPBACK}:{free_port()}"}
@@ -205,11 +231,15 @@ def title(layout: Layout) -> str:
     """A layout's name in the table."""
     if layout.num_nodes > 1:
         return f"{layout.num_nodes} machines, {quantity(layout.devices, 'device')} each"
+    if layout.strategy == "pipeline":
+        return f"pipeline, {layout.devices} stages"
     return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {quantity(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:
     """The pieces of each device: `4 + 4`."""
+    if layout.strategy == "pipeline":
+        return f"{layout.pieces} through all"
     return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
 
 

@@ -6,6 +6,8 @@ What is searched is said in Hydra's words for sweeps: interval, range, choice, s
 line goes to every trial. The search's own keys are trials=20, metric=val/acc, mode=max, and folder=, which goes on with
 a search that was cut short, or joins one that runs: the same command beside it. In the folder lie the trials' runs, by
 number, with what they said in <number>.log, Optuna's study.db, and experiment/best.yaml.
+
+A trial is forked from the search as a job is from its sweep (lockstep/sweeps/jobs.py), and runs what src/train.py does.
 """
 
 from __future__ import annotations
@@ -14,13 +16,10 @@ import contextlib
 import fcntl
 import math
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,17 +30,21 @@ from omegaconf import OmegaConf
 
 try:
     import optuna
+    from sqlalchemy.pool import NullPool
 except ImportError:
     print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
     sys.exit(2)
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
-from lockstep.launch.processes import set_parent_death_signal
+from lockstep.launch.interpreter import import_quickly, leave
+from lockstep.launch.signals import Interrupted
+from lockstep.run import cli
 from lockstep.run.arguments import quoted
 from lockstep.run.checks import ROOT
-from lockstep.run.summary import summary_of
-from lockstep.sweeps.jobs import Job
+from lockstep.run.summary import conclude, summary_of
+from lockstep.run.supervisor import train
+from lockstep.sweeps.jobs import Job, Slot, in_place, run_jobs
 from lockstep.sweeps.progress import Progress
 
 OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
@@ -57,7 +60,8 @@ class Search:
     def __init__(self, folder: Path, mode: str, space: Mapping[str, Any], trials: int) -> None:
         self.folder, self.space, self.trials = folder, dict(space), trials
         folder.mkdir(parents=True, exist_ok=True)
-        patient = {"connect_args": {"timeout": 60}}
+        # A connection is closed after use: none is open where a trial is forked, which SQLite does not bear.
+        patient = {"connect_args": {"timeout": 60}, "poolclass": NullPool}
         with self.alone():
             self.study = optuna.create_study(
                 study_name="search",
@@ -81,9 +85,9 @@ class Search:
             assert lock is not None, "a new trial is nobody's"
             return new, lock
 
-    def tell(self, number: int, value: float | None) -> None:
-        """Takes down a trial's result; None or nan: it failed, and counts as made."""
-        good = value is not None and math.isfinite(value)
+    def tell(self, number: int, value: float | None, status: str) -> None:
+        """Takes down a trial's result; None, nan, or not completed: it failed, and counts as made."""
+        good = status == "completed" and value is not None and math.isfinite(value)
         with self.alone():  # else one that draws might take it for cut short
             self.study.tell(number, value if good else None, state=None if good else optuna.trial.TrialState.FAIL)
 
@@ -93,7 +97,7 @@ class Search:
     def lock(self, number: int) -> IO[bytes] | None:
         file = open(self.folder / f"{number}.lock", "wb")  # noqa: SIM115  closed when the trial has ended
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # this process's alone: a fork does not inherit it
         except BlockingIOError:
             file.close()
             return None
@@ -102,7 +106,7 @@ class Search:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         with open(self.folder / "study.lock", "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_EX)
             yield
 
 
@@ -156,30 +160,53 @@ def write_best(search: Search, metric: str, fixed: list[Override]) -> None:
         file.write((head + OmegaConf.to_yaml(content) + (OmegaConf.to_yaml(values) if values else "")).encode())
 
 
-def train(job: Job, flags: list[str], log: Path) -> tuple[int, dict[str, Any]]:
-    """Runs a trial, which goes on where its folder stands, ends with this process, and hears its signals once.
+def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
+    """Runs a trial, which goes on where its folder stands; what it says goes to `log`.
 
     Returns:
-        Its exit code, and its summary or what it said last.
+        Its summary; `refused` is true in that of one that never began.
+
+    Raises:
+        Interrupted: SIGTERM or SIGINT ended the search; the trial has saved and ended.
     """
-    command = [sys.executable, str(ROOT / "src" / "train.py"), *job.overrides]
-    command += [f"hydra.run.dir={quoted(job.folder)}", *flags]
-    tie = partial(set_parent_death_signal, os.getpid())
-    with open(log, "ab") as said:
-        child = subprocess.Popen(command, stdout=said, stderr=said, preexec_fn=tie, process_group=0)  # noqa: PLW1509  no threads
-    passed_on = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda signum, frame: child.send_signal(signum)) for number in passed_on]
+
+    def start(job: Job) -> None:
+        sys.argv[:] = [str(ROOT / "src" / "train.py"), *job.overrides, f"hydra.run.dir={quoted(job.folder)}", *flags]
+        with _into(log):
+            code, said = cli.run(train, "train")
+            if said:
+                print(said, file=sys.stderr)
+        if code > 128:
+            raise Interrupted(code - 128)
+        if code:
+            job.folder.mkdir(exist_ok=True)
+            conclude(job.folder, "failed", said.removeprefix("error: "), {"refused": code == cli.REFUSED})
+
+    summaries: list[dict[str, Any]] = []
+    told = (lambda job: summary_of(job.folder)) if in_place(num_nodes=1) else None
+    run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()], told)
+    return summaries[0]
+
+
+@contextlib.contextmanager
+def _into(log: Path) -> Iterator[None]:
+    """Whatever this process and those that it starts print meanwhile is appended to a file."""
+    kept = [os.dup(stream) for stream in (1, 2)]
+    with open(log, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
     try:
-        code = child.wait()
+        yield
     finally:
-        for number, handler in zip(passed_on, before, strict=True):
-            signal.signal(number, handler)
-    last = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return code, {"status": "failed", "error": last[-1].removeprefix("error: ")} | summary_of(job.folder)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, stream)
+            os.close(before)
 
 
 def main(arguments: list[str]) -> int:
-    """Searches; returns the exit code: 0, 1 where no trial was completed, 130 or 143 after a signal."""
+    """Searches; returns the exit code: 0, or 1 where no trial was completed."""
     own = OWN | {key: value for key, _, value in (each.partition("=") for each in arguments) if key in OWN}
     if not own["trials"].isdecimal() or own["mode"] not in ("max", "min"):
         raise Refusal(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
@@ -201,18 +228,18 @@ def main(arguments: list[str]) -> int:
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
         job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
-        code, summary = train(job, flags, folder / f"{trial.number}.log")
-        if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):
+        try:
+            summary = run_trial(job, flags, folder / f"{trial.number}.log")
+        except Interrupted:
             print(f"to go on: the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
-            return code if code > 0 else 128 - code
-        value = (summary.get("metrics") or {}).get(own["metric"])
-        search.tell(trial.number, value if code == 0 else None)
+            raise
+        search.tell(trial.number, (summary.get("metrics") or {}).get(own["metric"]), summary["status"])
         lock.close()
         for each in search.ended():
             progress.saw(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
         progress.done = len(search.ended()) - 1
         progress.ended(job, summary)
-        refused += code == 2
+        refused += summary.get("refused", False)
         if refused == FIRST and not progress.best:
             raise Refusal(f"the first {FIRST} trials were refused: {summary['error']}")
     if all(trial.value is None for trial in search.ended()):
@@ -224,8 +251,12 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    import_quickly()
     try:
-        sys.exit(main(sys.argv[1:]))
+        code = main(sys.argv[1:])
     except (Refusal, HydraException) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    except Interrupted as interrupted:
+        code = interrupted.code
+    leave(code)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import forks
@@ -98,6 +99,19 @@ def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Completed
     )
 
 
+def forked(
+    program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 400
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
+    the fork has imported is taken apart."""
+    fork = forks.Fork([str(ROOT / program), *arguments], cwd, os.environ | (env or {}))
+    try:
+        stdout, stderr = fork.communicate(timeout)
+    finally:
+        fork.kill()
+    return subprocess.CompletedProcess(fork.args, fork.returncode or 0, stdout, stderr)
+
+
 def apart(one: Run, other: Run) -> float:
     """How far two runs' last weights are apart, as a part of their size; names must be the same."""
     import torch
@@ -129,6 +143,13 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("there is no end of ports")
+
+
+def of_torchrun() -> list[dict[str, str]]:
+    """The environments of two workers, as torchrun makes them."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": uuid.uuid4().hex}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+    return [{**where, **sizes, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
 def workers_of(process: Process) -> list[int]:
@@ -212,6 +233,15 @@ def run_train(tmp_path: Path) -> Program:
 def run_evaluate(tmp_path: Path) -> Program:
     """As `run_train`, for `src/evaluate.py`."""
     return Program(tmp_path / "outputs", "src/evaluate.py")
+
+
+@pytest.fixture
+def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmark runs to its end is a fork."""
+    from parts import players
+
+    run = SimpleNamespace(run=lambda command, **options: forked(*command[1:]))
+    monkeypatch.setattr(players, "subprocess", SimpleNamespace(**(vars(subprocess) | vars(run))))
 
 
 @pytest.fixture(scope="session")

@@ -124,6 +124,18 @@ class Stopping(pl.callbacks.EarlyStopping):
         super().__init__("train_loss", min_delta=10.0, patience=1)
 
 
+class Holds(pl.Callback):
+    """Each rank writes down the bytes of the parameters and of the optimizer's state that it holds."""
+
+    def on_train_end(self, trainer, pl_module):
+        tensors = list(pl_module.parameters())
+        for state in trainer.optimizers[0].state.values():
+            tensors += [value for value in state.values() if torch.is_tensor(value) and value.dim()]
+        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 1)
+        with open(os.path.join(trainer.default_root_dir, f"held_{trainer.global_rank}"), "w") as file:
+            file.write(str(held))
+
+
 # --- what a step does -------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +156,26 @@ class Buffers(LitDigits):
 class Penalty(LitDigits):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
+class Overflows(LitDigits):
+    """In its third step the first layer's gradient alone is not finite."""
+
+    def extend(self):
+        self.net[1].bias.register_hook(lambda g: g * float("nan") if self.trainer.global_step == 2 else None)
+
+
+class Drops(LitDigits):
+    """Two parts draw random numbers."""
+
+    def extend(self):
+        self.net.insert(1, nn.Dropout(0.2))
+        self.net.append(nn.Dropout(0.2))
+
+
+class Disorder(LitDigits):
+    def stages(self):
+        return [self.net[0], self.net[1], self.net[3]]
 
 
 class Mixes(LitDigits):

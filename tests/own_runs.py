@@ -20,7 +20,7 @@ TASK = (
     "callbacks.console=null",
     "callbacks.dashboard=null",
 )
-DDP, DP = ("strategy=ddp", "devices=2"), ("strategy=dp", "devices=2")
+DDP, DP, PIPELINE = (("strategy=" + name, "devices=2") for name in ("ddp", "dp", "pipeline"))
 LAYOUTS = {"one": ("devices=1",), "ddp": DDP, "dp": DP}
 
 

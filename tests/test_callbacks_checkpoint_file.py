@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import forked
 from plain import PATHS
 
 from lockstep.callbacks import checkpoint_io
@@ -150,7 +149,10 @@ for delay in (0.02, 0.05, 0.1):
 
 
 def test_killed_while_saving_the_old_file_is_whole(saved: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLS, PATHS, str(saved)], check=True, timeout=120)
+    program = saved.parent.with_name("kills.py")
+    program.write_text(KILLS)
+    done = forked(program, PATHS, str(saved))
+    assert done.returncode == 0, done.stderr
     assert set(os.listdir(saved.parent)) <= {"last.ckpt", ".last.ckpt.tmp"}
     checkpoint_io.save(plain(), saved)
     assert os.listdir(saved.parent) == ["last.ckpt"]  # what the killed process left is gone

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-import subprocess
-import sys
 import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
+from conftest import of_torchrun, wait_for
 from lightning.pytorch.loggers import CSVLogger
 from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Loader, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
@@ -66,23 +66,33 @@ def test_a_validation_inside_an_epoch_is_a_line(
     assert [line.split("  ")[1] for line in lines[2:]] == [f"step {options.get('max_steps', 6)}"]
 
 
-def test_the_bar_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+BAR = """
+import os, pathlib, sys; sys.path[:0] = sys.argv[1].split(':')
+folder = pathlib.Path(sys.argv[2])
+os.dup2(os.open(sys.argv[3], os.O_RDWR | os.O_NOCTTY), 2)
+(folder / "opened").touch()
+import logging, warnings
+warnings.simplefilter('ignore')
+import plain as t
+from lockstep.callbacks import Console, Meter
+t.torch.set_num_threads(1)
+logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)
+log = logging.getLogger('lockstep'); log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)
+trainer = t.trainer_with(folder, Meter(), Console(refresh_seconds=0), epochs=2)
+trainer.fit(t.Counting(), **t.loaders())
+assert log.handlers[0].stream is sys.__stderr__
+"""
+
+
+def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
     """On a real terminal: a pseudo one, read back."""
-    program = (
-        "import sys, logging, warnings\nwarnings.simplefilter('ignore')\nsys.path[:0] = sys.argv[1].split(':')\n"
-        "import plain as t\nfrom lockstep.callbacks import Console, Meter\n"
-        "logging.getLogger('lightning.pytorch').setLevel(logging.ERROR)\n"
-        "log = logging.getLogger('lockstep'); log.addHandler(logging.StreamHandler()); log.setLevel(logging.INFO)\n"
-        "console = Console(refresh_seconds=0)\n"
-        "trainer = t.trainer_with(sys.argv[2], Meter(), console, epochs=2)\n"
-        "trainer.fit(t.Counting(), **t.loaders())\n"
-        "assert log.handlers[0].stream is sys.__stderr__\n"
-    )
-    terminal, inside = os.openpty()
+    program, (terminal, inside) = tmp_path / "bar.py", os.openpty()
+    program.write_text(BAR)
     termios.tcsetwinsize(inside, (40, 150))
-    command = [sys.executable, "-c", program, PATHS, str(tmp_path)]
-    environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=inside, env=environment)
+    process = forks.Fork(
+        [str(program), PATHS, str(tmp_path), os.ttyname(inside)], tmp_path, os.environ | {"TERM": "xterm"}
+    )
+    wait_for((tmp_path / "opened").exists, process)
     os.close(inside)
     shown = b""
     try:
@@ -91,7 +101,8 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     except OSError:  # how Linux says that the other end is closed
         pass
     os.close(terminal)
-    assert process.wait(timeout=60) == 0, shown.decode()
+    said = process.communicate(timeout=60)
+    assert process.returncode == 0, (shown.decode(), *said)
     text = shown.decode()
     assert "█" in text
     assert "12/12" in text
@@ -215,17 +226,9 @@ assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
 def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    done = subprocess.run([*launch, PATHS, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    ranks = [forks.Fork([str(script), PATHS, str(tmp_path)], tmp_path, os.environ | env) for env in of_torchrun()]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
     curves = scalars(tmp_path / "tensorboard")
     assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
     assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]

@@ -42,14 +42,14 @@ def by_hand(splits: Splits, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: Path) -> None:
-    run = train(project, tmp_path, "LitDigits", "lr=0.1", "strategy=ddp,dp", "devices=1,2,4", "-m")
+    run = train(project, tmp_path, "LitDigits", "lr=0.1", "strategy=ddp,dp", "devices=1,4", "-m")
     expected = by_hand(open_data({"_target_": "project.data.synthetic", **DATA}, "data"))
     for folder in run.jobs:
         found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{folder}: {name}")
     metrics = [summary_of(folder)["metrics"] for folder in run.jobs]
-    assert len(metrics) == 6
+    assert len(metrics) == 4
     assert len({each["test/acc"] for each in metrics}) == 1
     losses = [each["test/loss"] for each in metrics]
     assert max(losses) - min(losses) < 1e-10 * losses[0]
@@ -58,7 +58,9 @@ def test_every_layout_takes_the_steps_of_a_plain_loop(project: Path, tmp_path: P
 def test_what_is_unfrozen_in_mid_run_is_trained_alike(project: Path, tmp_path: Path) -> None:
     plain = train(project, tmp_path / "plain", "Unfrozen", "pieces=1")
     ddp = train(project, tmp_path / "ddp", "Unfrozen", *DDP)
-    exact = [train(project, tmp_path / "exact" / n, "Unfrozen", "exact=true", *on) for n, on in LAYOUTS.items()]
+    exact = [
+        train(project, tmp_path / "exact" / n, "Unfrozen", "exact=true", *on) for n, on in (("ddp", DDP), ("dp", DP))
+    ]
     frozen = train(project, tmp_path / "frozen", "Unfrozen", "pieces=1", "max_epochs=1")
     assert all(apart(run, plain) < 1e-10 for run in (ddp, *exact))
     assert same_bits(*exact)
@@ -77,7 +79,7 @@ def test_what_a_module_does_to_batches_is_the_same(project: Path, tmp_path: Path
     def run(name: str, on: str) -> Run:
         return train(project, tmp_path / name / on, name, "exact=true", "max_epochs=1", *LAYOUTS[on])
 
-    mixed = [run("Mixes", on) for on in LAYOUTS]
+    mixed = [run("Mixes", on) for on in ("ddp", "dp")]
     plain, blind = run("LitDigits", "one"), run("Blinds", "one")
     assert same_bits(*mixed)
     assert not same_bits(plain, mixed[0])
@@ -118,9 +120,16 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
 def test_a_process_without_a_sample_in_the_second_step(run_train: Program) -> None:
     """DDP talks to all ranks once, in the forward pass after its first synchronised step; one of them has none here."""
     run = run_train(
-        *(*TINY, "data.samples=200", "batch_size=198", "pieces=99", "max_epochs=2"),
+        *(*TINY, "data.samples=10", "batch_size=8", "pieces=4", "max_epochs=2"),
         *("strategy=ddp", "devices=1,3", "exact=true", "callbacks.checkpoint.monitor=null", "-m"),
     )
     first, second = (summary_of(job) for job in run.jobs)
     assert first["steps"] == second["steps"] == 4
     assert first["weights_sha256"] == second["weights_sha256"]
+
+
+def test_powersgd_sends_a_network_of_several_buckets(run_train: Program) -> None:
+    """Its hook sends more of a bucket later on: several met in another order on each rank, and gloo aborted."""
+    task = ("model=resnet18", "data=synthetic", "data.samples=64", "data.image_size=16", "batch_size=4", "threads=1")
+    run = run_train(*task, "max_steps=14", "strategy=ddp", "devices=2", "strategy.compression=powersgd", "logger=none")
+    assert run.summary["steps"] == 14

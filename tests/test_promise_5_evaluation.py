@@ -71,15 +71,15 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
     tiny = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1", "logger=none")
     trained = run_train(*tiny, "data.samples=205", "max_epochs=2")
     evaluate = Program(tmp_path / "evaluated", "src/evaluate.py")
-    run = evaluate(f"checkpoint={trained.folder}", "devices=1,2,5", "++data.samples=205,7", "batch_size=30", "-m")
+    run = evaluate(f"checkpoint={trained.folder}", "devices=1,5", "++data.samples=205,7", "batch_size=30", "-m")
     for first, count in ((0, 41), (1, 3)):
         found = [summary_of(job) for job in run.jobs[first::2]]
-        assert [summary["layout"]["devices"] for summary in found] == [1, 2, 5]
+        assert [summary["layout"]["devices"] for summary in found] == [1, 5]
         assert {summary["status"] for summary in found} == {"completed"}
         assert {summary["metrics"]["test/count"] for summary in found} == {count}
         assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
         losses = [summary["metrics"]["test/loss"] for summary in found]
-        assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+        assert losses == pytest.approx([losses[0]] * 2, rel=1e-6)
     tested = trained.summary["tested_step"]
     assert {summary_of(job)["tested_step"] for job in run.jobs} == {tested}
     for said in (trained.stderr, run.stderr):

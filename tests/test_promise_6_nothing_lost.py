@@ -208,6 +208,14 @@ def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program,
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
+def test_a_run_goes_on_with_a_tail_that_leaves_rank_zero_no_sample(run_train: Program) -> None:
+    """20 samples more than a step's 170: pieces of 85, of which the tail's first is empty."""
+    task = ("data=synthetic", "data.samples=190", "data.image_size=12", "data.num_classes=3", "batch_size=170")
+    short = (*task, "strategy=ddp", "devices=2", "threads=1", "logger=none", "callbacks.checkpoint.monitor=null")
+    folder = run_train(*short, "max_steps=3").folder
+    assert run_train(f"resume={folder}", "max_steps=6").summary["steps"] == 6
+
+
 @pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
 def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
@@ -382,12 +390,11 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
         assert {path: now[path] for path in now if path not in log} == {
             path: content for path, content in before.items() if path not in log
         }
-    again = run_train(f"resume={first}")  # an older one takes the last one's place when it is taken
+    # an older one takes the last one's place when it is taken; what was given once, here max_epochs, stays
+    again = run_train(f"resume={first}")
     assert "resumes after step 12\n" in again.stderr
     same_end(again, through)
     assert not (folder / "checkpoints" / "last.before.ckpt").exists()
-    run = run_train(f"resume={folder}", "max_epochs=3")
-    assert run_train(f"resume={folder}").summary["epochs"] == 3, "what was given once stays"
 
 
 def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(run_train: Program) -> None:

@@ -52,7 +52,16 @@ def refused(*overrides: str) -> str:
 
 # Each case: overrides, and what the line must hold, in this order: what is wrong, then what would be right.
 REFUSED: list[tuple[str, str]] = [
-    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp"),
+    ("strategy=fsdp", "strategy=fsdp.*auto, ddp, dp, pipeline"),
+    ("strategy=pipeline", "strategy=pipeline and devices=1 don't go together: a stage needs a device.*devices=2"),
+    ("strategy=pipeline devices=3 pieces=2", "pieces=2 is fewer than 3 devices: give pieces=3"),
+    ("strategy=pipeline devices=2 compile=true", "compile=true.*don't go together.*strategy=ddp"),
+    ("strategy=pipeline devices=2 accumulate_grad_batches=auto", "pipeline and accumulate_grad_batches=auto don't"),
+    ("strategy=pipeline devices=2 +strategy.shares=[2,1]", "strategy=pipeline and strategy.shares don't go together"),
+    ("strategy=pipeline devices=2 +strategy.compression=bf16", "compression=bf16 and strategy=pipeline don't"),
+    ("strategy=pipeline devices=2 elastic=true", "elastic=true and strategy=pipeline don't"),
+    ("strategy=ddp devices=2 +strategy.split=[3]", "strategy.split and strategy=ddp don't go together"),
+    ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
     ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
     ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),
@@ -104,6 +113,18 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*must be 2 numbers"),
     ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a valid tuple"),
     ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: must be 'none', 'bf16', .* or 'powersgd'"),
+    ("late=-1", "late=-1: must be greater than or equal to 0"),
+    ("late=1 nonfinite=skip", "late=1 and nonfinite=skip .*other steps have built on it"),
+    ("late=1 devices=2 strategy.compression=bf16", "late=1 and strategy.compression=bf16 .*sent by itself"),
+    ("late=1 devices=2 strategy.average_every=2", "strategy.average_every=2 and late=1 .*no gradient is sent"),
+    ("strategy.average_every=0 devices=2", "strategy.average_every=0: must be .*equal to 1"),
+    ("strategy.average_every=2", "strategy.average_every=2 and strategy=single .*strategy=ddp"),
+    ("strategy.average_every=2 devices=2 exact=true", "average_every=2 and exact=true .*depends on the number of dev"),
+    (
+        "strategy.average_every=2 devices=2 strategy.compression=bf16",
+        "average_every=2 and .*=bf16 .*no gradient is sent",
+    ),
+    ("strategy.average_every=2 devices=2 nonfinite=skip", "average_every=2 and nonfinite=skip don't go together"),
     ("data.val_fraction=1", "data.val_fraction=1: must be less than 1"),
     ("data.augment=3", "data.augment=3: must be a valid dictionary"),
     ("data.augment.fill=white", "data.augment.fill=white: must be 'zero' or 'reflect'"),
@@ -182,7 +203,7 @@ def test_what_fits_is_taken(overrides: str) -> None:
 
 def test_the_layout_alone_says_who_computes_what() -> None:
     assert {field.name for field in fields(Config)} & {field.name for field in fields(Layout)} == {"strategy"}
-    assert set(asdict(checked().strategy)) == {"sync_batchnorm", "compression"}
+    assert set(asdict(checked().strategy)) == {"sync_batchnorm", "compression", "average_every"}
     found = {devices: checked("pieces=8", f"devices={devices}").layout.accumulate for devices in (1, 3, 4, 8)}
     assert found == {1: 8, 3: 3, 4: 2, 8: 1}
     assert checked("devices=2", "accumulate_grad_batches=4").layout.pieces == 8
@@ -208,6 +229,12 @@ def test_the_layout_alone_says_who_computes_what() -> None:
         ("devices=2 strategy.compression=fp16 precision=64-true", "and precision=64-true .*float32 gradients only"),
         ("compile=max-autotune exact=true", "compile=max-autotune and exact=true .*by their speed"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
+        ("late=2 precision=16-mixed", "late=2 and precision=16-mixed .*loss scale is one for all; bf16-mixed"),
+        ("late=2 compile=reduce-overhead", "late=2 and compile=reduce-overhead .*overwrites the gradients"),
+        (
+            "devices=2 strategy.average_every=2 precision=16-mixed",
+            "average_every=2 and precision=16-mixed .*bf16-mixed",
+        ),
         ("accumulate_grad_batches=auto pieces=4", "auto and pieces=4 don't go together"),
     ],
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, python, summary_of
+from conftest import ROOT, Program, forked, python, summary_of
 
 import lockstep
 from lockstep.arithmetic.layout import Refusal
@@ -19,36 +17,21 @@ COMPUTED = "import torch; a = torch.randn(600, 600); a @ a\n"  # a forked worker
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "max_epochs=1", "logger=none")
 
 
-def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
+    """From a script that no `if __name__` guards."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
-    run = python(COMPUTED + code, cwd=tmp_path)
+    script = tmp_path / "unguarded.py"
+    script.write_text(COMPUTED + code + "import json\nprint(json.dumps(summary))\n")
+    run = forked(script, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "'strategy': 'ddp'" in run.stdout
-    assert "'devices': 2" in run.stdout
-    (folder,) = (tmp_path / "outputs" / "mnist_cnn_digits").iterdir()
-    assert summary_of(folder)["epochs"] == 2
+    summary = json.loads(run.stdout.splitlines()[-1])
+    folder = Path(summary.pop("folder"))
+    assert folder.parent == tmp_path / "outputs" / "mnist_cnn_digits"
     assert {"config.yaml", "overrides.yaml"} <= {path.name for path in (folder / ".hydra").iterdir()}
-
-
-def test_it_is_the_run_of_the_command_line(tmp_path: Path) -> None:
-    """The same bits, from a script that no `if __name__` guards; and errors are one line."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        COMPUTED + "import json\n"
-        "from lockstep import compose, train\n"
-        "from lockstep.arithmetic.layout import Refusal\n"
-        f"summary = train(compose(*{TINY!r}, 'threads=1', 'accelerator=cpu', 'outputs=script'))\n"
-        "print(json.dumps(summary))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, str(script)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    summary = json.loads(run.stdout)
-    assert summary.pop("folder").startswith(str(tmp_path / "script"))
-    shell = Program(tmp_path / "shell")(*TINY, "threads=1", "accelerator=cpu").summary
+    (overrides,) = re.findall(r"compose\((.*?)\)", code)
+    shell = Program(tmp_path / "shell")(*ast.literal_eval(f"({overrides})")).summary
+    assert summary_of(folder) == summary
     assert summary["weights_sha256"] == shell["weights_sha256"]
     assert summary["metrics"] == shell["metrics"]
     assert summary.keys() == shell.keys()
@@ -80,6 +63,5 @@ def test_a_config_changed_behind_its_back_is_refused() -> None:
 
 def test_the_import_is_cheap() -> None:
     code = "import sys, lockstep; print(sorted({'torch', 'hydra', 'lightning', 'numpy'} & set(sys.modules)))"
-    run = python(code)
-    assert run.stdout.strip() == "[]"
+    assert python(code).stdout.strip() == "[]"
     assert "hydra" in python(code.replace("import sys, lockstep", "import sys, lockstep; lockstep.train")).stdout

@@ -9,11 +9,14 @@ import sys
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from parts import gpu
 from parts.players import OPPONENTS
+from parts.steps import race
 
 from lockstep.run import config
 from lockstep.run.config import check, gpu_count
@@ -62,20 +65,30 @@ def test_a_gpu_is_waited_for_where_counting_begins_and_ends(monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
+@pytest.mark.usefixtures("forked_commands")
 def test_a_case_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
-    ours = {"ours": (), "compile=true": ("compile=true",), "bf16, tuned": (gpu.BF16, "compile=true")}
-    lines = gpu.measure(TINY, tmp_path, "cpu", ours)
+    """All sides make the same steps, else it fails: as it does with one that takes another order."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # each side takes its options; test_step_compile.py compiles
+    monkeypatch.delitem(gpu.BARE, "plain again")
+    lines = gpu.measure(TINY, tmp_path, "cpu", {"ours": (), "bf16, tuned": (gpu.BF16, "compile=true")})
     assert [line.what.partition(": ")[2] for line in lines] == [
-        "control, plain against plain",
         "against the plain loop",
         "against the loop with every lever",
-        "compile=true against false",
         "tuned, against the tuned loop",
     ]
     assert all(line.ours > 0 and line.other > 0 for line in lines)
     waits = gpu.synchronisations(TINY, tmp_path, "accelerator=cpu")
     assert (waits.ours, waits.met) == (0, True)
+
+    task, wrong = tmp_path / "mnist_cnn.task.pt", tmp_path / "wrong.pt"
+    told: dict[str, Any] = torch.load(task)
+    torch.save(told | {"order": told["order"][::-1]}, wrong)
+    sides = {
+        side: [[str(OPPONENTS / "bare_loop.py"), "--task", str(path)]]
+        for side, path in (("plain", task), ("wrong", wrong))
+    }
+    with pytest.raises(RuntimeError, match=r"the weights of 'wrong' are \d\d"):
+        race(replace(TINY, rounds=0), sides, tmp_path, {"wrong": ("plain", TINY.limits[0])}, task)
 
 
 @pytest.mark.skipif("gpu_count() > 0", reason="there is a GPU")

@@ -53,6 +53,30 @@ def test_two_runs(tmp_path: Path) -> None:
     assert done.stdout.endswith("weights: different bits\n")
 
 
+def test_accuracy_against_a_key(tmp_path: Path) -> None:
+    layout = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1, "pieces": 1, "batch_size": 8}
+    for late, lr, seed in [(0, 0.1, 0), (0, 0.1, 1), (2, 0.1, 0), (2, 0.1, 1), (0, 0.2, 0), (2, 0.2, 0), (2, 0.3, 0)]:
+        metrics = {"test/acc": 0.9 - lr * late / 10 + seed / 100}
+        run = written(tmp_path / f"{late} {lr} {seed}", status="completed", layout=layout, metrics=metrics)
+        config = f"max_epochs: 1\nlate: {late}\nlr: {lr}\nseed: {seed}\n"
+        (run / ".hydra" / "config.yaml").write_text(config)
+    done = compare(tmp_path, "--by", "late", "--to", tmp_path / "compare")
+    table = "\n".join(
+        [
+            "| late | lr=0.1 | lr=0.2 |",
+            "|---:|---:|---:|",
+            "| 0 | 0.9050 +- 0.0071 | 0.9000 |",
+            "| 2 | 0.8850 +- 0.0071 | 0.8600 |\n",
+        ]
+    )
+    assert table in done.stdout, done.stderr
+    assert table in (tmp_path / "compare" / "compare.md").read_text()
+    assert (tmp_path / "compare" / "by_late.png").stat().st_size > 10_000
+    refused = compare(tmp_path, "--by", "momentum")
+    assert refused.returncode == 2
+    assert "--by momentum: no completed runs differ in a number of that name" in refused.stderr
+
+
 def test_the_same_run(tmp_path: Path) -> None:
     run = written(tmp_path / "run", weights_sha256="a" * 64, metrics={"test/acc": 0.5})
     done = compare(run, run)

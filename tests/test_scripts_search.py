@@ -56,25 +56,27 @@ def test_the_best_is_an_experiment(undisturbed: Path, run_train: Program) -> Non
     assert weights[0] == best["weights_sha256"] != weights[1]
 
 
-def test_a_search_that_was_killed_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_search_that_was_cut_short_makes_the_same_trials(undisturbed: Path, tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
     given = (*TINY, *SPACE, f"folder={folder}", "trials=2", "max_epochs=6")
-    process = program.start(*given)
-    in_trial(process, folder, 1)
-    process.kill()
-    run = program.finish(process)
-    assert run.returncode == -signal.SIGKILL, str(run)
+    for number, signum, code in ((0, signal.SIGTERM, 143), (1, signal.SIGKILL, -signal.SIGKILL)):
+        process = program.start(*given)
+        in_trial(process, folder, number)
+        process.send_signal(signum)
+        run = program.finish(process)
+        assert run.returncode == code, str(run)
+        assert ("to go on: the same command with folder=" in run.stderr) == (code == 143)
     run = program(*given)
     assert trials(folder) == trials(undisturbed)
     assert "[2 of 2] job 1 completed" in run.stderr
     assert "job 0" not in run.stderr.split(" | best")[0], "what was made is not made again"
-    weights = [summary_of(each / "1")["weights_sha256"] for each in (folder, undisturbed)]
+    weights = [[summary_of(each / number)["weights_sha256"] for number in "01"] for each in (folder, undisturbed)]
     assert weights[0] == weights[1]
 
 
 def test_a_second_process_joins(tmp_path: Path) -> None:
     folder, program = tmp_path / "s", search(tmp_path)
-    given = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=40")
+    given = (*TINY, *SPACE, f"folder={folder}", "trials=3", "max_epochs=20")
     processes = [program.start(*given)]
     in_trial(processes[0], folder, 0)
     processes.append(program.start(*given))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from parts.accuracy import RECIPES, accuracy
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 

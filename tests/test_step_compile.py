@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from conftest import Program, Run, apart
+import torch._inductor.config
+from conftest import Run, apart
+from own_runs import DDP, go_on, same_bits, train
 from silent import silent
 from test_step_loop import Net, fit
 from torch import nn
@@ -29,28 +31,18 @@ from lockstep.run.schema import MODES
 from lockstep.step.networks import EagerEvaluation, compile_networks, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
-TASK = (
-    "data=synthetic",
-    "data.samples=100",  # two full steps and a tail
-    "data.image_size=14",
-    "data.num_classes=3",
-    "model.dropout=0.3",
-    "accelerator=cpu",
-    "batch_size=32",
-    "pieces=4",
-    "max_epochs=2",
-    "lr=0.05",
-    "threads=1",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
-    "logger=none",
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Kernels are compiled once for this file, and here: nothing is left behind."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Kernels are compiled once for this file, and here: nothing is left behind. They are plain loops, since to find
+    out which vectors the compiler knows takes longer than all else."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}),
+    ):
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
 
@@ -129,29 +121,21 @@ def test_silence_is_noticed_where_nobody_compiles_or_writes(tmp_path: Path, busy
 
 @compiles
 @pytest.mark.slow
-def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(run_train: Program, tmp_path: Path) -> None:
-    def train(name: str, *overrides: str) -> Run:
-        run = Program(tmp_path / name)(*TASK, "precision=64-true", *overrides)
-        assert ("compiled, 1 thread" in run.stderr + run.stdout) == ("compile=true" in overrides)
-        return run
+def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path, tmp_path: Path) -> None:
+    """Also one that goes on uncompiled, in the middle of an epoch."""
 
-    two = ("strategy=ddp", "devices=2")
-    plain = train("plain")
-    assert apart(train("two", "compile=true", *two), plain) < 1e-13
-    exact = [train(f"exact{len(layout)}", "compile=true", "exact=true", *layout) for layout in ((), two)]
-    assert exact[0].summary["weights_sha256"] == exact[1].summary["weights_sha256"]
+    def run(name: str, *overrides: str) -> Run:
+        options = ("data.samples=80", "threads=1", *overrides)  # two epochs of three steps
+        found = train(project, tmp_path / name, "LitDigits", *options)
+        assert ("compiled, 1 thread" in found.stderr + found.stdout) == ("compile=true" in overrides)
+        return found
 
-
-@compiles
-@pytest.mark.slow
-def test_a_compiled_run_goes_on_uncompiled(tmp_path: Path) -> None:
-    task = (*TASK, "precision=64-true", "scheduler=constant", "max_epochs=9")
-    never = Program(tmp_path / "never")(*task, "max_steps=6")
-    train = Program(tmp_path / "compiled")
-    run = train(*task, "compile=true", "max_steps=4")  # in mid-epoch
-    run = train(f"resume={run.folder}", "compile=false", "max_steps=6")
-    assert run.summary["steps"] == never.summary["steps"] == 6
-    assert apart(run, never) < 1e-13
+    plain = run("plain")
+    cut = run("cut", "compile=true", "max_steps=4", *DDP)
+    ended = go_on(project, cut, "compile=false", "max_steps=6")
+    assert plain.summary["steps"] == ended.summary["steps"] == 6
+    assert apart(ended, plain) < 1e-13
+    assert same_bits(*(run(f"exact{len(on)}", "compile=true", "exact=true", *on) for on in ((), DDP)))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -270,12 +254,12 @@ def test_what_a_graph_overwrites_is_kept_from_piece_to_piece(
     marks: list[int] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
 
-    def train(replayed: bool, careful: bool) -> Graphed:
+    def trained(replayed: bool, careful: bool) -> Graphed:
         module = Graphed(replayed)
         fit(tmp_path, module, ours=True, pieces=2, exact=exact, graphs=careful, limit_val_batches=0)
         return module
 
-    plain, kept, careless = train(False, False), train(True, True), train(True, False)
+    plain, kept, careless = trained(False, False), trained(True, True), trained(True, False)
     assert len(marks) == 2 * 3 * 2  # epochs, steps, pieces
     torch.testing.assert_close(kept.weight, plain.weight, rtol=1e-5, atol=1e-6)
     assert kept.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Program, Run, apart
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from own_runs import DDP, DP, LAYOUTS, go_on, same_bits, train
+from own_runs import DDP, DP, LAYOUTS, PIPELINE, go_on, same_bits, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.arithmetic.layout import Refusal
@@ -22,6 +22,7 @@ from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
 from lockstep.run.resume import key
 
+EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
 SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
 
 
@@ -154,6 +155,11 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
         ("LitDigits", ("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change noth"),
         ("OwnData", (), "mine.OwnData: its train_dataloader would not be asked"),
         ("LitDigits", (SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
+        (
+            "LitDigits",
+            (*DDP, "strategy.average_every=2", EMA),
+            "callbacks.ema: under strategy.average_every each device",
+        ),
         ("AfterBackward", (), "its on_after_backward would see the gradient of a piece"),
         ("Moves", (), "its transfer_batch_to_device would see a whole step instead of a batch"),
         # in the first steps
@@ -164,6 +170,11 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
         ("Past", DP, "training_step must call self(x), not a layer of its own"),
         ("WholeLoss", DP, "forward() returned one number for a whole piece"),
         ("Views", DP, "training_step calls forward() more than once"),
+        ("Views", PIPELINE, "training_step calls forward() more than once"),
+        ("Past", PIPELINE, "training_step must call self(x), which passes all stages"),
+        ("Penalty", PIPELINE, "training_step uses net.1.bias outside of forward(), and another device holds it"),
+        ("Spare", PIPELINE, "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only"),
+        ("Disorder", PIPELINE, "the parts of Disorder one after the other don't give what its forward() does"),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(
@@ -172,7 +183,7 @@ def test_what_would_be_ignored_or_wrong_is_refused(
     run = train(project, tmp_path, name, *options, ok=False)
     assert run.returncode == 2, str(run)
     assert says in run.stderr
-    assert not run.folders or options[:2] in (DDP, DP)
+    assert not run.folders or options[:2] in (DDP, DP, PIPELINE)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Group:
             **named,
             "layout": self.layout_name,
             "batch": self.layout.get("batch_size"),
-            **{key: _brief(value) for key, value in self.differs.items()},
+            **{key: brief(value) for key, value in self.differs.items()},
             "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
             "test acc": fmean(accuracy) if accuracy else None,
             "+-": stdev(accuracy) if len(accuracy) > 1 else None,
@@ -142,13 +142,13 @@ def _labels(groups: Sequence[Group]) -> list[str]:
     for group in groups:
         parts = [group.layout_name] * (layouts and bool(group.layout))
         parts += [f"batch {group.layout['batch_size']}"] if batches and group.layout else []
-        parts += [f"{key.rpartition('.')[2]}={_brief(value)}" for key, value in group.differs.items()]
+        parts += [f"{key.rpartition('.')[2]}={brief(value)}" for key, value in group.differs.items()]
         labels.append(", ".join(parts))
     too_long = max(map(len, labels)) > LONGEST
     return [f"run {group.runs[0].folder.name}" for group in groups] if too_long else labels
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else show(value)
 
 

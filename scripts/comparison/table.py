@@ -70,15 +70,23 @@ class Comparison:
             if not run.completed
         ]
 
-    def write(self, folder: Path, plots: Sequence[str]) -> None:
-        """compare.md and compare.json."""
+    def write(self, folder: Path, plots: Sequence[str], against: str = "") -> None:
+        """compare.md, with the table `against` a key where there is one, and compare.json."""
         rows, best = self.rows, self.best()
         lines = ["| " + " | ".join(rows[0]) + " |", "|---" + "|---:" * (len(rows[0]) - 1) + "|"]
         for number, row in enumerate(rows):
             cells = {column: text(column, value).replace("|", "\\|") for column, value in row.items()}
             cells |= {column: f"**{cells[column]}**" for at, column in best if at == number}
             lines.append("| " + " | ".join(cells.values()) + " |")
-        lines += ["", CAPTION, "", *(f"- {remark}" for remark in self.remarks()), *(f"\n![]({name})" for name in plots)]
+        lines += [
+            "",
+            CAPTION,
+            "",
+            *filter(None, [against]),
+            "",
+            *(f"- {remark}" for remark in self.remarks()),
+            *(f"\n![]({name})" for name in plots),
+        ]
         (folder / "compare.md").write_text("\n".join(lines) + "\n")
         told = [
             {**row, "folders": {str(run.folder): run.summary.get("status") for run in group.runs}}

@@ -66,7 +66,8 @@ def allowed(yardsticks: Sequence[Distances], roundoff: float) -> Distances:
 class Row:
     """A trial against its reference.
 
-    `kind` is `default` or `exact` (a layout), `pieces` (another number of them), `control` or `yardstick`.
+    `kind` is `default` or `exact` (a layout), `late` (one under exact, with gradients a step later), `pieces` (another
+    number of them), `control` or `yardstick`.
     """
 
     kind: str
@@ -102,7 +103,7 @@ def judge(kind: str, names: tuple[str, str], found: Outcome, reference: Outcome,
         verdict = f"seen, after step {left}" if left else "seen: other samples" if passed else "NOT SEEN"
     elif kind == "pieces" and left and found.sensitive:
         verdict, passed = f"legal: {' and '.join(found.sensitive)}, other pieces", True
-    elif kind == "exact" and found is not reference and reference.config.layout.exact:
+    elif kind in ("exact", "late") and found is not reference and reference.config.layout.exact:
         passed = same_bits and same_samples and evaluated == expected
         verdict = "same bits" if passed else "DIFFERENT"
     else:  # summed in another order: a test sample on the edge may fall on the other side, but none is lost
@@ -120,7 +121,8 @@ def evaluation(outcome: Outcome) -> list[int]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One table; a section for the default arithmetic, for exact, for another number of pieces, for the controls."""
+    """One table; a section for the default arithmetic, for exact, for late gradients, for another number of pieces, for
+    the controls."""
     names = ("", "layout", "pieces", "samples", "bits", *ENDS, "loss", "correct", "verdict")
     shown = Table(*names, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     words = {True: "same", False: "differ", None: ""}
@@ -173,7 +175,7 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     known = set()
     marks = iter("osD^vP")  # of the controls
     for row, curve in shown:
-        kind = "exact" if row.same_bits else "default" if row.kind == "exact" else row.kind
+        kind = "exact" if row.same_bits else "default" if row.kind in ("exact", "late") else row.kind
         colour, line, label = STYLES[kind]
         look: dict[str, Any] = {"zorder": 3, "clip_on": False} if row.same_bits else {}
         if kind == "control":

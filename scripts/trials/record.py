@@ -71,14 +71,18 @@ class Record(pl.Callback):
                 partial = gradient.abs().clamp_min(gradient.square().mean().sqrt())  # sums on the way may be larger
                 gradient.add_(signs * partial, alpha=2 * roundoff(str(trainer.precision)) * self.pieces)
         if trainer.global_step + 1 == trainer.max_steps:
-            self.gradients = {name: _numpy(gradient) for name, gradient in named.items()}
+            strategy: Any = trainer.strategy
+            self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gathered(named).items()}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         own = batch.num_local_samples  # of a short step, a rank may have none
+        if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:  # type: ignore[attr-defined]
+            own = 0  # a stage's are rank zero's
         self.losses.append((float(outputs["loss"]) * own if own else 0.0, batch.samples))
-        flat = [_numpy(p).reshape(-1) for p in pl_module.parameters()]
+        state = trainer.strategy.lightning_module_state_dict()
+        flat = [_numpy(state[name]).reshape(-1) for name, _ in pl_module.named_parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
         self.probes.append(np.concatenate([part[::every] for part in flat]))
 
@@ -89,13 +93,13 @@ class Record(pl.Callback):
         if dist.is_initialized():
             known = [None] * dist.get_world_size()
             dist.all_gather_object(known, own)
+        state = trainer.strategy.lightning_module_state_dict()
         if not trainer.is_global_zero:
             return
         ids = {key: value for found, _ in known for key, value in found.items()}
         losses = np.sum([losses for _, losses in known], axis=0) / [samples for _, samples in self.losses]
-        state = pl_module.state_dict()
-        kept = {name: b for name, b in pl_module.named_buffers() if name in state and b.is_floating_point()}
-        arrays: dict[str, Any] = {f"weights/{name}": _numpy(p) for name, p in pl_module.named_parameters()}
+        kept = {n: state[n] for n, b in pl_module.named_buffers() if n in state and b.is_floating_point()}
+        arrays: dict[str, Any] = {f"weights/{name}": _numpy(state[name]) for name, _ in pl_module.named_parameters()}
         arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in kept.items()}
         arrays |= {f"gradients/{name}": gradient for name, gradient in self.gradients.items()}
         arrays |= {"about/losses": losses, "about/probes": np.stack(self.probes)}

@@ -41,18 +41,25 @@ class ExactSum:
     Args:
         like: tensors that the addends have the shape, strides and device of.
         floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
+        runs: a number for each tensor; those with different ones share no grid.
+        held: whether each tensor is summed here, alike for all of one run; `total` returns others as `like` has them.
 
     Attributes:
+        own: the groups of tensors that are summed here.
         given: for each tensor, whether any addend had it; after `total`, on any process.
     """
 
-    def __init__(self, like: Sequence[Tensor], floor: int | None = None) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], floor: int | None = None, runs: Sequence[int] = (), held: Sequence[bool] = ()
+    ) -> None:
         self.like = list(like)
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
-        self.dense = [_dense(tensor) for tensor in self.like]
-        self.groups = _group(self.like)
-        self.sizes = [sum(self.like[index].numel() for index in group) for group in self.groups]
+        self.dense = [dense(tensor) for tensor in self.like]
+        self.groups = _group(self.like, runs or [0] * len(self.like))
+        self.own = [at for at, group in enumerate(self.groups) if not held or held[group[0]]]
+        elements = [sum(self.like[index].numel() for index in group) for group in self.groups]
+        self.sizes = [size if at in self.own else 0 for at, size in enumerate(elements)]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
         # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
         # constant is in them, how many addends outgrew their grids, and which tensors were given at all
@@ -72,11 +79,10 @@ class ExactSum:
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Adds one list of tensors; None counts as zeros."""
         self.given = [given or value is not None for given, value in zip(self.given, values, strict=True)]
-        there = [torch.zeros_like(like) if v is None else v for like, v in zip(self.like, values, strict=True)]
-        flats = [self._flat(group, there) for group in self.groups]
+        flats = [self._flat(self.groups[at], values) for at in self.own]
         # on CPU, `_round` looks at each chunk when it is in the cache
         bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
-        for at, (flat, bound) in enumerate(zip(flats, bounds, strict=True)):
+        for at, flat, bound in zip(self.own, flats, bounds, strict=True):
             room = self._room(at)
             if bound < room and self._round(flat, self.parts[at], self._constant(at), room, not self.rounded[at]):
                 self.rounded[at] += 1
@@ -89,23 +95,38 @@ class ExactSum:
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
         as nan, on every process.
         """
+        self.send(all_reduce)
+        sums, bounds = self.receive(all_reduce, divisor)
+        self.follow(bounds)
+        return sums
+
+    def send(self, all_reduce: AllReduce) -> None:
+        """The first half of `total`: after it nothing is added. `all_reduce` may still be under way when it returns."""
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
         all_reduce(self.units, "sum")
+
+    def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
+        """The second half, once what `send` began has ended: the sums, and what `follow` takes."""
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
         self.given = [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
-        flats = [self._result(at, extra.get(at), divisor) for at in range(len(self.groups))]
-        for at, bound in enumerate(_bounds(flats)):
-            self.exponents[at] = self._next(self.exponents[at], bound * divisor)
+        flats = [self._result(at, extra.get(at), divisor) for at in self.own]
+        bounds = [bound * divisor for bound in _bounds(flats)]
         sums = self._shaped(flats)
         for index in broken:
-            sums[index].fill_(math.nan)
-        return sums
+            if index in sums:
+                sums[index].fill_(math.nan)
+        return [sums.get(index, like) for index, like in enumerate(self.like)], bounds
+
+    def follow(self, bounds: Sequence[float]) -> None:
+        """The grids of the sums that begin from now on follow those of which these are the largest elements."""
+        for at, bound in zip(self.own, bounds, strict=True):
+            self.exponents[at] = self._next(self.exponents[at], bound)
 
     # --- one group of tensors ---
 
@@ -126,27 +147,29 @@ class ExactSum:
         assert grid is not None
         return 1.5 * 2.0 ** (52 + grid)
 
-    def _flat(self, group: list[int], values: Sequence[Tensor]) -> Tensor:
+    def _flat(self, group: list[int], values: Sequence[Tensor | None]) -> Tensor:
         """The group's elements in the order in which `like` stores them; a tensor by itself is not copied."""
         parts = [self._stored(index, values[index]) for index in group]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _stored(self, index: int, value: Tensor) -> Tensor:
+    def _stored(self, index: int, value: Tensor | None) -> Tensor:
         like = self.like[index]
+        if value is None:
+            value = torch.zeros_like(like)
         if not self.dense[index]:
             return value.reshape(-1)
         if value.stride() != like.stride():
             value = torch.empty_like(like, dtype=value.dtype).copy_(value)
         return value.as_strided((like.numel(),), (1,))
 
-    def _shaped(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Views of the groups' elements with the shapes and strides of `like`."""
-        found: list[Tensor] = []
-        for group, flat in zip(self.groups, flats, strict=True):
+    def _shaped(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Views of the groups' elements with the shapes and strides of `like`, by their number there."""
+        found: dict[int, Tensor] = {}
+        for group, flat in zip((self.groups[at] for at in self.own), flats, strict=True):
             for index, part in zip(group, flat.split([self.like[index].numel() for index in group]), strict=True):
                 shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
-                found.append(part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape))
+                found[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return found
 
     def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:
@@ -249,13 +272,13 @@ def _wrapped(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-def _group(like: Sequence[Tensor]) -> list[list[int]]:
-    """Neighbouring small tensors of one dtype together, large ones by themselves; it follows from their sizes alone."""
+def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
+    """Neighbouring small tensors of one dtype and run together, large ones by themselves."""
     groups: list[list[int]] = []
     room = 0
     for index, tensor in enumerate(like):
         size = tensor.numel()
-        if size <= room and tensor.dtype == like[index - 1].dtype:
+        if size <= room and (tensor.dtype, runs[index]) == (like[index - 1].dtype, runs[index - 1]):
             groups[-1].append(index)
             room -= size
         else:
@@ -264,7 +287,7 @@ def _group(like: Sequence[Tensor]) -> list[list[int]]:
     return groups
 
 
-def _dense(tensor: Tensor) -> bool:
+def dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps: such tensors can be read as they are stored."""
     expected = 1
     for stride, size in sorted(

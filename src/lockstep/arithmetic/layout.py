@@ -22,7 +22,8 @@ class Layout:
     """Who computes which piece of an optimizer step.
 
     Attributes:
-        strategy: `single`, `ddp` (a process per device) or `dp` (one process, several devices).
+        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices) or `pipeline` (a process
+            per device, which holds a stage of the network: every piece passes all of them).
         accelerator: `cpu` or `gpu`.
         devices: devices of one node.
         num_nodes: machines.
@@ -49,11 +50,19 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Worker processes over all nodes."""
+        return self.num_devices if self.strategy in ("ddp", "pipeline") else 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the network that share out a step's pieces, each in a process of its own, or in one."""
         return self.num_devices if self.strategy == "ddp" else 1
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step."""
+        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step; of a
+        pipeline, for each stage."""
+        if self.strategy == "pipeline":
+            return -(-self.pieces // self.num_devices)
         return max(len(self.owned(device)) for device in range(self.num_devices))
 
     @property
@@ -67,7 +76,10 @@ class Layout:
         return MOST_EXACT if self.exact else MOST_PIECES
 
     def owned(self, device: int) -> range:
-        """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2."""
+        """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2. All of them pass
+        each stage of a pipeline."""
+        if self.strategy == "pipeline":
+            return range(self.pieces)
         counts = split(self.pieces, self.num_devices, self.shares)
         ends = list(running_sum(counts))
         return range(ends[device] - counts[device], ends[device])
@@ -98,11 +110,14 @@ class Layout:
 
     def describe(self) -> str:
         """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
-        counts = [len(self.owned(device)) for device in range(self.num_devices)]
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
+        counts = [len(self.owned(device)) for device in range(self.num_devices)]
         each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
         where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
+        if self.strategy == "pipeline":
+            idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
+            where = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         step, pieces = counted(self.batch_size, "sample"), counted(self.pieces, "piece")
         return f"step {step} = {pieces} x {size} on {where}{nodes}"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch.optim import Optimizer
@@ -28,7 +27,8 @@ class Dashboard(Callback):
     Args:
         config: resolved config, plain containers.
         headline: the run in one line.
-        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS.
+        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS; of a pipeline those
+            of the last stage.
     """
 
     def __init__(self, config: Mapping[str, Any], headline: str, histograms: bool = False) -> None:
@@ -55,9 +55,10 @@ class Dashboard(Callback):
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if trainer.loggers and trainer.is_global_zero and self._meter.due(trainer, trainer.global_step + 1):
-            gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
+        if trainer.loggers and self._meter.due(trainer, trainer.global_step + 1):
+            norm = trainer.strategy.gradient_norm(list(pl_module.parameters()))  # type: ignore[attr-defined]
+            if not trainer.is_global_zero:
+                return
             self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}
             if self._histograms and time.monotonic() >= self._next_histograms:
                 self._next_histograms = time.monotonic() + HISTOGRAM_SECONDS
@@ -86,6 +87,8 @@ class Dashboard(Callback):
         step = trainer.global_step + 1  # the one that is about to end
         for board in first_page.boards(trainer):
             for name, parameter in module.named_parameters():
+                if not trainer.strategy.holds(parameter):  # type: ignore[attr-defined]
+                    continue  # it is another stage's
                 board.experiment.add_histogram(f"weights/{name}", parameter.detach(), step)
                 if parameter.grad is not None and bool(parameter.grad.isfinite().all()):
                     board.experiment.add_histogram(f"gradients/{name}", parameter.grad, step)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.callbacks.speed import Speed
 from lockstep.callbacks.split import PARTS, StepSplit
+from lockstep.launch.group import of_ranks
 
 MOST_RANKS = 64  # more curves than that help nobody
 GIB = float(1 << 30)
@@ -169,8 +170,9 @@ class Meter(Callback):
         clock, samples, before = self._before
         steps = self._speed.steps + 1  # the speed counts this one when all is measured
         took = steps - before
-        if not self._names:  # the first step; rank zero always has samples
-            self._names = trainer.strategy.broadcast([name for numbers, _ in self._returned for name in numbers])
+        if not self._names:  # the first step, of which some ranks may have no sample
+            told = of_ranks([name for numbers, _ in self._returned for name in numbers])
+            self._names = next(filter(None, told), [])
         pace = (self._speed.now() - clock) / took
         mine = [self._waited / took, pace, peak_gib(module.device), *self._split.seconds(), self._split.samples]
         rows = self._collect(trainer, module, mine)

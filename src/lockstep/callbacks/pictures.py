@@ -55,7 +55,9 @@ class Pictures(Callback):
         if not boards(trainer):
             return
         spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
-        self._confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False).to(pl_module.device)
+        shared = trainer.datamodule.layout.replicas > 1  # type: ignore[attr-defined]
+        confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False, sync_on_compute=shared)
+        self._confusion = confusion.to(pl_module.device)
         self._mistakes = Mistakes(spec, self._most)
 
         def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -162,7 +164,7 @@ class Mistakes:
 
     def gather(self, trainer: Trainer) -> None:
         """Keeps the worst over all ranks; every rank must call it."""
-        if trainer.world_size > 1:
+        if trainer.datamodule.layout.replicas > 1:  # type: ignore[attr-defined]
             everyone: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(everyone, self.worst)
             self.worst = []

@@ -56,7 +56,7 @@ class ReplicaConsistencyCheck(pl.Callback):
     all-gather of a number."""
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.world_size == 1:
+        if trainer.datamodule.layout.replicas == 1:  # type: ignore[attr-defined]
             return
         sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
         others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]

@@ -27,13 +27,15 @@ from lockstep.launch import logs, watchdog, worker
 from lockstep.launch.endings import PeerLost, WorkerFailed
 from lockstep.launch.environment import RESTARTS, environment_kept, export, external_workers
 from lockstep.launch.group import join_external
+from lockstep.launch.guest import Guest
 from lockstep.launch.interpreter import imported
-from lockstep.launch.meeting import Guest, Keeper, Place
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.network import LOOPBACK
 from lockstep.launch.processes import end_children
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, forwarding
 from lockstep.launch.watchdog import watching
+from lockstep.launch.wire import Place
 
 GRACE_SECONDS = 5  # between telling the workers to end and killing them, when the parent itself can't go on
 
@@ -65,7 +67,8 @@ def launch(
     if found := external_workers():
         if found != layout.world_size:
             raise Refusal(
-                f"{found} workers exist, the layout needs {layout.world_size}: give ddp, devices x num_nodes = {found}"
+                f"{found} workers exist, the layout needs {layout.world_size}: give ddp (or pipeline), devices x "
+                f"num_nodes = {found}"
             )
         join_external()
         try:

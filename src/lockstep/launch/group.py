@@ -145,3 +145,15 @@ def of_rank_zero(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def of_ranks(value: T) -> list[T]:
+    """All ranks' values, by rank, in a worker; of a process that is no worker, its own."""
+    import torch.distributed as dist
+
+    join_external()
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

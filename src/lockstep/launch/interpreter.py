@@ -64,12 +64,9 @@ def imported() -> None:
 
 def leave(code: int) -> NoReturn:
     """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
-    worker, which may hold more than files and memory, is taken apart as usual."""
-    if external_workers():
-        if not code:
-            leave_group()  # of a run that failed, others may wait in it: the reason would come after lost connections
-        gc.unfreeze()  # else what C++ made looks leaked, and its libraries say so
-        sys.exit(code)
+    worker of torchrun's leaves the others first, unless it failed: they would lose it before its reason is told."""
+    if external_workers() and not code:
+        leave_group()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # whoever read it is gone, or it is closed

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.launch.environment import SCRATCH, environment, export
-from lockstep.launch.meeting import Guest, Keeper
+from lockstep.launch.meeting import Meeting
 from lockstep.launch.processes import alive
 
 ORPHANED = 5.0  # seconds that an agent may go on without a worker
@@ -134,7 +134,7 @@ class _Watch:
     """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
 
     def __init__(
-        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Keeper | Guest | None
+        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Meeting | None
     ) -> None:
         self.table, self.names, self.timeout, self.meeting = table, names, timeout, meeting
         self.asked = False  # whether the workers were asked to end, for a machine that came back
@@ -166,7 +166,7 @@ class _Watch:
             if self.meeting is not None:
                 self._follow(self.meeting)
 
-    def _follow(self, meeting: Keeper | Guest) -> None:
+    def _follow(self, meeting: Meeting) -> None:
         """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
         if trouble := meeting.trouble():
             self._signal(signal.SIGKILL, trouble)
@@ -216,7 +216,7 @@ class _Watch:
 
 @contextmanager
 def watching(
-    folder: str, names: Sequence[str], timeout: float, meeting: Keeper | Guest | None = None
+    folder: str, names: Sequence[str], timeout: float, meeting: Meeting | None = None
 ) -> Iterator[dict[int, str]]:
     """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
 

@@ -36,7 +36,7 @@ class DataModule(pl.LightningDataModule):
         splits: the opened data (`lockstep.loading.open_data`).
         layout: who computes which piece.
         seed: the run's seed; order and augmentation follow from it.
-        rank: this process's number among `layout.world_size`.
+        rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
             over its processes, 1 to 8.
         resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.loading.resident`.
@@ -143,6 +143,14 @@ class DataModule(pl.LightningDataModule):
         )
 
     # --- on the device ---
+
+    def piece(self, split: str) -> Any:
+        """The first samples of `train` or `test`, as many as a piece has, as a step of the module sees them."""
+        dataset = ChunkDataset(self._set(split))
+        batch = dataset.__getitems__(range(min(self.layout.piece_size, len(dataset))))
+        assert self.trainer is not None
+        device = self.trainer.strategy.root_device
+        return self.on_after_batch_transfer(self.transfer_batch_to_device(batch, device, 0), 0)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, StepBatch):

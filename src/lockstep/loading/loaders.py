@@ -85,7 +85,7 @@ class StepDataset:
     def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
         """The step `index`, and those after it that are gathered with it."""
         order, image = self.order, base(self.dataset).images[0]
-        samples = -(-order.layout.batch_size // order.layout.world_size)
+        samples = -(-order.layout.batch_size // order.layout.replicas)
         together = max(1, GATHERED // (image.nbytes * samples))
         last = min(index + together, order.steps_per_epoch)
         found = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
@@ -121,7 +121,7 @@ class StepDataset:
                 own.append(MicroBatch(np.concatenate(ids), devices, numbers, tuple(map(len, ids))))
         step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
-            has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.world_size)
+            has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)
         )
         return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
@@ -164,7 +164,7 @@ def own_chunks(samples: int, layout: Layout, rank: int, trains: bool = True) -> 
     piece = max(1, layout.batch_size // layout.pieces)
     size = max(piece, min(2 * piece, 128)) if trains else piece
     parts = chunks(samples, min(-(-samples // layout.pieces), size))
-    at = cuts(len(parts), layout.world_size)
+    at = cuts(len(parts), layout.replicas)
     return parts[at[rank] : at[rank + 1]]
 
 

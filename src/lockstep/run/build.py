@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
@@ -92,6 +92,7 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     budget = None if config.memory_budget is None else config.memory_budget * MIB
+    rank = rank if config.layout.replicas > 1 else 0  # the stages of a pipeline get the same pieces
     return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
 
 
@@ -124,23 +125,29 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
             )
+        if isinstance(callback, WeightAveraging) and config.strategy.average_every:
+            raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
+        if isinstance(callback, WeightAveraging) and config.layout.strategy == "pipeline":
+            raise Refusal(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
     return [*made.values(), OptimizerCheck(config)]
 
 
 def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
+    own = config.strategy.average_every is not None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.world_size
+        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own
     )
+    gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     return StepTrainer(
         gradients,
-        FiniteGradientCheck(config.nonfinite, layout.world_size, later=layout.accelerator == "gpu"),
+        FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
-        devices=layout.devices if layout.strategy == "ddp" else 1,
+        devices=1 if layout.world_size == 1 else layout.devices,
         num_nodes=layout.num_nodes,
         precision=cast(Any, config.precision),
         max_epochs=config.max_epochs,
@@ -157,7 +164,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        deterministic=True if layout.exact and layout.accelerator == "gpu" else None,
+        deterministic=True if layout.exact and gpu else None,
         **config.debug.trainer,
     )
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.environment import environment
-from lockstep.launch.meeting import difference
+from lockstep.launch.group import of_ranks
+from lockstep.launch.wire import difference
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 from lockstep.run.provenance import versions
@@ -47,13 +47,7 @@ def must_be_alike(own: Mapping[str, str]) -> None:
     Raises:
         Refusal: one differs from rank zero, on all ranks.
     """
-    import torch.distributed as dist
-
-    from lockstep.launch.group import join_external
-
-    join_external()
-    found: list[Any] = [None] * environment().world_size
-    dist.all_gather_object(found, (platform.node(), dict(own)))
+    found = of_ranks((platform.node(), dict(own)))
     for rank, (name, theirs) in enumerate(found):
         if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
             raise Refusal(odd)

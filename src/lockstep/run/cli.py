@@ -51,6 +51,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     terminated.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
+    export(**{STARTED: str(began)})
     import_quickly()
     code, said = run(job, config_name)
     if said:
@@ -60,7 +61,6 @@ def command(job: Job, config_name: str) -> NoReturn:
 
 def run(job: Job, config_name: str) -> tuple[int, str]:
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
-    export(**{STARTED: str(began)})
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's

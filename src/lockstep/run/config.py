@@ -87,12 +87,13 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
     kept = {field.name: getattr(keys, field.name) for field in fields(Kept)}
+    options = {field.name: getattr(keys.strategy, field.name) for field in fields(StrategyOptions)}
     if keys.precision == "auto":
         kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
     return Config(
         **kept,
         data=dict(keys.data),
-        strategy=StrategyOptions(sync_batchnorm=keys.strategy.sync_batchnorm, compression=keys.strategy.compression),
+        strategy=StrategyOptions(**options),
         layout=layout,
         auto_accumulate=auto,
         trains=trains,
@@ -142,6 +143,8 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     precision = f"precision={keys.precision}"
     sync = "strategy.sync_batchnorm=true" * keys.strategy.sync_batchnorm
     compression = f"strategy.compression={keys.strategy.compression}" * (keys.strategy.compression != "none")
+    average = f"strategy.average_every={keys.strategy.average_every}" * (keys.strategy.average_every is not None)
+    late = f"late={keys.late}" * (keys.late > 0)
     compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
     graphs = compiled * (keys.compile in GRAPHS)
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
@@ -149,6 +152,8 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
+    pipeline = "strategy=pipeline" * (layout.strategy == "pipeline")
+    no_pipeline = f"strategy={layout.strategy}" * (not pipeline)
     only_ddp = "torch has it for ddp on GPUs only; model.norm=group needs no syncing"
     for one, other, why in (
         (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
@@ -164,6 +169,13 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (compression, exact, "it rounds gradients"),
         (compression, precision * keys.precision.startswith("64"), "torch compresses float32 gradients only"),
         (compression, auto, "auto sends gradients itself"),
+        (average, no_ddp, "only ddp's processes have weights of their own; strategy=ddp"),
+        (average, exact, "the result depends on the number of devices"),
+        (average, late or compression, "no gradient is sent"),
+        (average or late, "nonfinite=skip" * (keys.nonfinite == "skip"), "other steps have built on it by then"),
+        (average or late, precision * (keys.precision == "16-mixed"), "its loss scale is one for all; bf16-mixed"),
+        (late, compression, "a late gradient is sent by itself, and not by DDP, which compresses"),
+        (late, graphs, "a CUDA graph overwrites the gradients of the step before; compile=true"),
         (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
         (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
@@ -172,6 +184,13 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
+        ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
+        (pipeline, "devices=1" * (layout.num_devices == 1), "a stage needs a device of its own; devices=2"),
+        (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
+        (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),
+        (pipeline, late, "its gradients are sent to nobody; late=0"),
+        (pipeline, auto, "what fits differs from stage to stage; accumulate_grad_batches=4, say"),
+        (pipeline, precision * keys.precision.startswith("16-"), "its loss scale is one device's; bf16-mixed"),
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:

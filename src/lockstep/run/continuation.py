@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch.group import of_rank_zero
@@ -56,10 +56,15 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    under_way = len(loops.get("epoch_loop.state_dict", {}).get("late", []))
     if optimizer is not None and optimizer != chosen:
         raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
         raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
+    if under_way > config.late:
+        held = counted(under_way, "gradient")
+        raise Refusal(f"late={config.late}: {path} holds {held} under way; give late={under_way} or more")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
@@ -81,6 +86,11 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
         messages.append(
             "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
             "does not end with the bits of one that was never interrupted"
+        )
+    if config.strategy.average_every:
+        messages.append(
+            "strategy.average_every: the checkpoint has rank zero's optimizer state for all, so the run does not end "
+            "with the bits of one that was never interrupted"
         )
     if recorded["fingerprint"] != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")

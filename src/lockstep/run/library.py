@@ -18,9 +18,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
+from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed
-from lockstep.launch.environment import environment_kept
+from lockstep.launch.environment import STARTED, environment_kept, export
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.processes import set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
@@ -108,6 +109,7 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def _run() -> None:
     """The run's own process."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
+    export(**{STARTED: str(began)})
     import_quickly()
     answer, parent = Connection(int(sys.argv.pop(1))), int(sys.argv.pop(1))
     set_parent_death_signal(parent)

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.callbacks import Heartbeat, checkpoint_io
 from lockstep.launch.atomic import replacing
@@ -21,6 +21,7 @@ from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
+from lockstep.step.stages import parts_of
 
 LOG = logging.getLogger("lockstep")
 
@@ -60,9 +61,15 @@ class Predictor(pl.LightningModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.module.on_after_batch_transfer(batch, dataloader_idx)
 
+    def stages(self) -> list[nn.Module]:
+        return parts_of(self.module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[int, list[float]]:
         x, ids = batch
-        return dict(zip(ids.tolist(), self.module(x).double().softmax(dim=1).tolist(), strict=True))
+        return dict(zip(ids.tolist(), self(x).double().softmax(dim=1).tolist(), strict=True))
 
 
 def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:

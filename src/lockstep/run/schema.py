@@ -60,13 +60,15 @@ class StrategyOptions:
 
     sync_batchnorm: Flag = False
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    average_every: Whole | None = None
+    split: tuple[FromZero | Text, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class Strategy(StrategyOptions):
     """The group `strategy`."""
 
-    name: Literal["auto", "ddp", "dp"]
+    name: Literal["auto", "ddp", "dp", "pipeline"]
     shares: tuple[Positive, ...] | None = None
 
 
@@ -119,6 +121,7 @@ class Kept:
     elastic: Flag = False
     hang_timeout: Positive = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
+    late: FromZero = 0
     memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None

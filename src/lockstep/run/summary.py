@@ -39,6 +39,11 @@ def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: s
         parts += f", accumulate_grad_batches={layout.accumulate} fits"
     if layout.exact:
         parts += ", exact"
+    if config.late:
+        parts += f", gradients applied {counted(config.late, 'step')} late"
+    if config.strategy.average_every:
+        every = counted(config.strategy.average_every, "step")
+        parts += f", weights averaged every {every} (the result depends on the number of devices)"
     lr = f"lr {config.step_lr:g}"
     if config.lr_scaling != "none":
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"

@@ -14,10 +14,13 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed, outcome_of
 from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.guest import Guest, KeeperLost
 from lockstep.launch.interpreter import import_torchmetrics
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.machine import computes_bf16
-from lockstep.launch.meeting import Guest, Keeper, KeeperLost, Place, meet
+from lockstep.launch.meeting import meet
 from lockstep.launch.signals import Interrupted
+from lockstep.launch.wire import Place
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.run.arguments import given
 from lockstep.run.card import card, must_be_alike

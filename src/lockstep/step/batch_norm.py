@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.exact import ExactSum, alone
 from lockstep.step.gradients import all_reduce
+from lockstep.step.stages import runs
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:
@@ -59,7 +60,10 @@ class BatchNormStats:
         self.total: list[Tensor] = []
         self.counts: list[Tensor] = []
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
-        self.exact = ExactSum(self.buffers, floor=0) if exact else None
+        self.exact: ExactSum | None = None
+        if exact:
+            owners = [layer for layer in self.layers for _ in kinds]
+            self.exact = ExactSum(self.buffers, 0, runs(module, owners), [strategy.holds(layer) for layer in owners])
         if self.exact is not None and exponents:
             self.exact.exponents = list(exponents)
 
@@ -79,7 +83,8 @@ class BatchNormStats:
     def before(self) -> None:
         """Puts the step's beginning back before a micro-batch."""
         if self.active:
-            torch._foreach_copy_(self.buffers, self.start)
+            # a pipeline's backward passes are still to come; autograd keeps these for them, and need not know
+            torch._foreach_copy_([buffer.data for buffer in self.buffers], self.start)
             torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
 
     def after(self) -> None:

@@ -32,12 +32,14 @@ class FiniteGradientCheck:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
         world_size: worker processes over all nodes.
         later: whether, under `stop`, to know a step later: on a GPU.
+        staged: whether each process holds another part of the gradient, so that all must be asked.
     """
 
-    def __init__(self, policy: str, world_size: int, later: bool = False) -> None:
+    def __init__(self, policy: str, world_size: int, later: bool = False, staged: bool = False) -> None:
         self.policy = policy
         self.world_size = world_size
         self.later = later and policy == "stop"
+        self.staged = staged
         self._asked: tuple[Tensor, Any, Step] | None = None
 
     def look(
@@ -58,17 +60,29 @@ class FiniteGradientCheck:
             NonFinite: under `stop`, for this step or the one before.
         """
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not gradients:
+        if not gradients and not self.staged:
             return False
         if self.later:
             self.settle()
-            finite = torch.stack([g.sum(dtype=torch.float64) for g in gradients]).isfinite().all()
+            sums = [g.sum(dtype=torch.float64) for g in gradients]
+            finite = torch.stack(sums or [next(module.parameters()).new_zeros(())]).isfinite().all()
+            if self.staged:
+                dist.all_reduce(finite := finite.int(), dist.ReduceOp.MIN)
             self._asked = *_on_its_way(finite), (step_batch, losses, scaler)
             return False
         sums = [g.sum() for g in gradients]
-        if math.isfinite(sum(torch.stack(sums).tolist() if sums[0].is_cuda else [each.item() for each in sums])):
+        cuda = bool(sums) and sums[0].is_cuda
+        right = math.isfinite(sum(torch.stack(sums).tolist() if cuda else [each.item() for each in sums]))
+        if self.staged:
+            dist.all_reduce(told := torch.tensor(float(right)), dist.ReduceOp.MIN)
+            right = bool(told)
+        if right:
             return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        if self.staged:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, names)
+            names = [name for found in reversed(everyone) for name in found]  # rank zero's come last
         if not names:  # only the sum overflowed
             return False
         message = self._message((step_batch, losses, scaler), f" ({listed(names, 1)})")

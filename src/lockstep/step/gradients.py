@@ -6,7 +6,10 @@ size: each micro-batch's mean loss is weighted by its samples over the step's sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +18,22 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
 from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.step.stages import runs
+
+Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
+
+
+@dataclass(eq=False)
+class StartedSum:
+    """A step's gradient, whose sum over all processes may be under way: for each of the `parameters`, None where no
+    process has one. All processes wait in the same order."""
+
+    parameters: list[torch.nn.Parameter]
+    wait: Callable[[], Result]
+
+    @cached_property
+    def result(self) -> Result:
+        return self.wait()
 
 
 class GradientSum:
@@ -23,20 +42,27 @@ class GradientSum:
     Args:
         strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
         world_size: worker processes over all nodes.
+        late: steps between `start`, after a step's passes, and `give`; 0: `finish` does both.
+        own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
     """
 
-    def __init__(self, strategy: Any, world_size: int) -> None:
+    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
         self.strategy = strategy
         self.world_size = world_size
+        self.late = late
+        self.own = own
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
 
     def begin(self, step_batch: Any) -> None:
         """Before the first micro-batch. DDP waits for every process, so each must have a sample; and where what is
         trained has changed since DDP was told, it would leave that out."""
-        self.ddp_sums = self.world_size > 1 and step_batch.all_ranks_have_data and not self.strategy.outdated
+        by_ddp = self.world_size > 1 and not self.late and not self.own
+        self.ddp_sums = by_ddp and step_batch.all_ranks_have_data and not self.strategy.outdated
 
     def weight(self, micro_batch: Any, step_batch: Any) -> float:
         """What a micro-batch's mean loss counts for. DDP divides by the world size, so that is multiplied in."""
+        if self.own:
+            return float(sum(micro_batch.sizes) / step_batch.num_local_samples)
         return sum(micro_batch.sizes) / step_batch.samples * self.world_size
 
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
@@ -54,7 +80,7 @@ class GradientSum:
         """After the last micro-batch: where DDP had no part in it, all processes sum. What no gradient has reached on
         any of them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient
         is 0."""
-        if self.world_size == 1:
+        if self.world_size == 1 or self.own:
             return
         if self.ddp_sums:
             if names := self.strategy.unreached():
@@ -63,15 +89,36 @@ class GradientSum:
                     "it: use it in every training_step, or freeze it by requires_grad_(False)"
                 )
             return
+        self.give(self.start(step_batch))
+
+    def start(self, step_batch: Any) -> StartedSum:
+        """Takes what the passes have left in the parameters, and starts its sum over all processes, which all call."""
         parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        reached = gradients[0].new_tensor([p.grad is not None for p in parameters])
+        own = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        if self.world_size == 1:
+            return StartedSum(parameters, lambda: (own, []))
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, own, strict=True)]
+        reached = gradients[0].new_tensor([gradient is not None for gradient in own])
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), reached])
-        dist.all_reduce(flat)
-        *parts, reached = flat.split([*(p.numel() for p in parameters), len(parameters)])
-        for parameter, part, ranks in zip(parameters, parts, reached.tolist(), strict=True):
-            part /= self.world_size
-            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape)) if ranks else None
+        work = dist.all_reduce(flat, async_op=True)
+
+        def wait() -> Result:
+            work.wait()
+            *parts, reached = flat.split([*(p.numel() for p in parameters), len(parameters)])
+            found: list[Tensor | None] = []
+            for parameter, part, ranks in zip(parameters, parts, reached.tolist(), strict=True):
+                part /= self.world_size
+                found.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if ranks else None)
+            return found, []
+
+        return StartedSum(parameters, wait)
+
+    def give(self, started: StartedSum) -> None:
+        """Gives the parameters their gradients."""
+        for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
+            parameter.grad = gradient
 
 
 class ExactGradientSum(GradientSum):
@@ -82,8 +129,9 @@ class ExactGradientSum(GradientSum):
     the step's samples comes last; so it does not matter whether it holds one piece or, under dp, several.
     """
 
-    def __init__(self, strategy: Any, world_size: int) -> None:
-        super().__init__(strategy, world_size)
+    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
+        super().__init__(strategy, world_size, late, own)
+        self.sums: list[ExactSum] = []  # one for each step that may be under way
         self.sum: ExactSum | None = None
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
@@ -93,11 +141,15 @@ class ExactGradientSum(GradientSum):
         if not self.everything:
             self.everything = list(self.strategy.lightning_module.parameters())
         trained = [p for p in self.everything if p.requires_grad]
-        if self.sum is None or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
-            self.sum, self.parameters = ExactSum([p.detach() for p in trained]), trained
-            if len(self.exponents) == len(self.sum.exponents):
-                self.sum.exponents = self.exponents
-            self.exponents = self.sum.exponents
+        if not self.sums or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
+            borders, mine = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
+            self.parameters = trained
+            self.sums = [ExactSum([p.detach() for p in trained], None, borders, mine) for _ in range(self.late + 1)]
+            if len(self.exponents) != len(self.sums[0].exponents):
+                self.exponents = self.sums[0].exponents
+            for each in self.sums:
+                each.exponents = self.exponents
+        self.sum = self.sums[step_batch.step % len(self.sums)]
         held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
         for parameter in self.parameters:
             if id(parameter) not in held:  # what no optimizer steps it does not reset either
@@ -118,10 +170,33 @@ class ExactGradientSum(GradientSum):
             parameter.grad = None
 
     def finish(self, step_batch: Any) -> None:
+        self.give(self.start(step_batch))
+
+    def start(self, step_batch: Any) -> StartedSum:
         assert self.sum is not None
-        sums = self.sum.total(all_reduce if self.world_size > 1 else alone, step_batch.samples)
-        for parameter, gradient, reached in zip(self.parameters, sums, self.sum.given, strict=True):
-            parameter.grad = gradient if reached else None
+        total, works = self.sum, []
+
+        def send(tensor: Tensor, op: str) -> None:
+            if self.world_size > 1:
+                works.append(dist.all_reduce(tensor, async_op=True))
+
+        def wait() -> Result:
+            for work in works:
+                work.wait()
+            sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
+            return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
+
+        total.send(send)
+        started = StartedSum(self.parameters, wait)
+        if self.late and None in total.grids:  # of a run's first step; those until it is given need a grid too
+            total.follow(started.result[1])
+        return started
+
+    def give(self, started: StartedSum) -> None:
+        super().give(started)
+        bounds = started.result[1]
+        if self.sum is not None and len(bounds) == len(self.sum.own):  # else others are trained by now
+            self.sum.follow(bounds)
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

@@ -32,6 +32,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
+from lockstep.step.late import LateGradients
 from lockstep.step.passes import Outputs, StepPasses, overrides
 
 # Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
@@ -145,6 +146,8 @@ class StepLoop(_TrainingEpochLoop):
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
                 outputs = self._step(step_batch, number)
+        if self.passes.late is not None and is_last_step(trainer):
+            self._apply_late(self.passes.late, number)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -207,6 +210,18 @@ class StepLoop(_TrainingEpochLoop):
         if not outputs:
             raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
         return outputs
+
+    def _apply_late(self, late: LateGradients, number: int) -> None:
+        """Applies the gradients that are under way at the run's end, the oldest first. They count as no steps."""
+
+        def closure() -> Tensor:
+            late.give(late.line.popleft())
+            return torch.zeros(())
+
+        step = (self.trainer.current_epoch, number, self.trainer.lightning_module.optimizers(), closure)
+        while late.line:
+            call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
+        self.passes.finite.settle()
 
     def _hook(self, name: str, *args: Any) -> Any:
         """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""

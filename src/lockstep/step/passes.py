@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
@@ -17,6 +19,7 @@ from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.late import LateGradients
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
@@ -37,23 +40,37 @@ class StepPasses:
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
+        self.late = LateGradients(gradients, finite) if gradients.late else None
         self._statistics: BatchNormStats | None = None
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
-        """Under exact, the grids: the next sums round to them.
+        """Gradients that are under way; and under exact, the grids: the next sums round to them.
 
         Raises:
-            NonFinite: the last step's gradient was not finite.
+            NonFinite: the last step's gradient was not finite, or one under way.
         """
         self.finite.settle()
+        late = {"late": self.late.state_dict()} if self.late is not None else {}
         if not isinstance(self.gradients, ExactGradientSum):
-            return {}
+            return late
         exact = self._statistics.exact if self._statistics is not None else None
-        return {"gradients": self.gradients.exponents, "statistics": exact.exponents if exact is not None else []}
+        grids = {
+            "gradients": self._whole(self.gradients.exponents, self.gradients.sum),
+            "statistics": self._whole(exact.exponents if exact is not None else [], exact),
+        }
+        return grids | late
+
+    def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+        """The grids of all groups: each process knows those of the groups that it sums."""
+        own = total.own if total is not None else []
+        found = self.gradients.strategy.gathered({at: exponents[at] for at in own})
+        return [found.get(at, exponent) for at, exponent in enumerate(exponents)]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint held; nothing, where the run before was not exact."""
+        """Takes what a checkpoint held; no grids, where the run before was not exact."""
+        if self.late is not None:
+            self.late.load_state_dict(state.get("late", []))
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
             self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
@@ -66,6 +83,7 @@ class StepPasses:
         backward: Callable[[Tensor], Any],
     ) -> Outputs:
         """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
+        With late gradients they get the one that is due instead, or none.
 
         Args:
             forward: from a micro-batch's batch to what `training_step` returns.
@@ -81,36 +99,59 @@ class StepPasses:
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
+        strategy = trainer.strategy
+        waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
+
+        def follow() -> None:
+            """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
+            micro_batch, seeds, batch, loss = waiting.popleft()
+            with strategy.micro_batch(micro_batch, seeds), strategy.again(), torch.no_grad():
+                found.append(_numbers(forward(batch))[1])
+            backward(loss)
+            self.gradients.collect()
+
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
                 beat(step_batch.step, number)
                 batch = self._batch(trainer, micro_batch, step_batch.step)
                 statistics.before()
                 seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
-                with trainer.strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
+                weight = self.gradients.weight(micro_batch, step_batch)
+                with strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    weight = self.gradients.weight(micro_batch, step_batch)
-                    backward(loss if weight == 1 else loss * weight)
-                self.gradients.collect()
+                    if strategy.ahead:
+                        waiting.append((micro_batch, seeds, batch, loss))
+                    else:
+                        backward(loss if weight == 1 else loss * weight)
                 statistics.after()
+                if strategy.ahead:
+                    if len(waiting) > strategy.ahead:
+                        follow()
+                    continue
+                self.gradients.collect()
                 if self.graphs:
                     outputs = {name: value.clone() for name, value in outputs.items()}
                     if number == 0 and len(step_batch.micro_batches) > 1:
                         _own_gradients(module)
                 found.append(outputs)
+            while waiting:
+                follow()
         except RuntimeError as error:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
             raise
-        self.gradients.finish(step_batch)
-        statistics.finish(step_batch)
         losses = [outputs["loss"] for outputs in found]
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
-            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
-                buffer.resize_(value.shape).copy_(value)
+        if self.late is not None:
+            self.late.step(step_batch, losses, statistics)
+        else:
+            self.gradients.finish(step_batch)
+            statistics.finish(step_batch)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
+                for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
+                    buffer.resize_(value.shape).copy_(value)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'

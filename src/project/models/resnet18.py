@@ -56,6 +56,12 @@ class ResNet18(ImageClassifier):
             _load_pretrained(net)
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
 
+    def stages(self) -> list[nn.Module]:
+        """The net in a row, for strategy=pipeline: torchvision's forward() flattens in between."""
+        net: Any = self.net
+        blocks = [*net.layer1, *net.layer2, *net.layer3, *net.layer4]
+        return [net.conv1, net.bn1, net.relu, net.maxpool, *blocks, net.avgpool, nn.Flatten(), net.fc]
+
 
 def _group_norm(channels: int) -> nn.Module:
     """Wu and He, Group Normalization, 2018. No lambda: torchvision's net keeps it, and must still pickle."""

@@ -14,7 +14,11 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
     if layout.strategy == "ddp":
         from lockstep.step.strategies.ddp import DistributedDataParallel
 
-        return DistributedDataParallel(options["compression"], options["sync_batchnorm"])
+        return DistributedDataParallel(options["compression"], options["sync_batchnorm"], options["average_every"])
+    if layout.strategy == "pipeline":
+        from lockstep.step.strategies.pipeline import Pipeline
+
+        return Pipeline(options["split"] or ())
     kind = "cuda" if layout.accelerator == "gpu" else "cpu"
     if layout.strategy == "dp":
         from lockstep.step.strategies.dp import DataParallel

@@ -7,9 +7,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn import Module, Parameter
 
 from lockstep.arithmetic.layout import Refusal
@@ -45,10 +47,16 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     Args:
         compression: gradients on the wire: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al., PowerSGD, 2019).
         sync_batchnorm: BatchNorm over the pieces that run at once (CUDA).
+        average_every: each process steps by its own gradient, and weights are averaged after so many steps (local SGD:
+            Stich, 2019), and whenever somebody else is to see them; None: gradients are summed.
     """
 
-    def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
+    def __init__(
+        self, compression: str = "none", sync_batchnorm: bool = False, average_every: int | None = None
+    ) -> None:
         super().__init__()
+        self._average_every = average_every
+        self._apart = False  # whether processes may hold different weights
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
         self._without_ddp = False
@@ -66,7 +74,14 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
         with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
-            ddp = SettledDDP(module, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+            ddp = SettledDDP(
+                module,
+                device_ids=device_ids,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+                # PowerSGD's hook sends more of a bucket later on: several would meet in another order on each rank
+                bucket_cap_mb=1 << 20 if self._compression == "powersgd" else None,
+            )
         if self._compression == "powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
             ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -117,6 +132,33 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self._module.training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._apart = self._average_every is not None
+        if self._average_every and (self._module.global_step + 1) % self._average_every == 0:
+            self._average()
+        return output
+
+    def _average(self) -> None:
+        """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is. When,
+        follows from the step; Lightning's `model_averaging_period` would count anew in a run that goes on."""
+        if not self._apart:
+            return
+        trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
+        copies: list[Any] = [parameter.detach().clone() for parameter in trained]
+        everybody: Any = dist.group.WORLD
+        average_parameters(iter(copies), everybody)
+        with torch.no_grad():
+            torch._foreach_copy_(trained, copies)
+        self._apart = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._average()
+        return super().lightning_module_state_dict()
+
+    def on_validation_start(self) -> None:
+        self._average()
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and

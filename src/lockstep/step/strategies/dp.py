@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.step.batch import MicroBatch
 from lockstep.step.batch_norm import statistics
-from lockstep.step.strategies.single import PieceStrategy, seed_device
+from lockstep.step.strategies.single import PieceStrategy, seed_device, twin
 
 UNTOLD = ("running_mean", "running_var")  # torch's kernels change these without a new version
 
@@ -62,12 +61,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
             raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        kind: Any = type(module)
-        twin = object.__new__(_scattering(kind))
-        object.__setattr__(twin, "__dict__", module.__dict__)
         with self.precision_plugin.train_step_context():
-            return twin.training_step(*args, **kwargs)
+            return twin(self.lightning_module).training_step(*args, **kwargs)
 
     def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
         changed, start = [], 0
@@ -93,7 +88,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         found = [[leaves[name].grad for name in names] for leaves in self._leaves]
         return [[None if g is None else g.to(self.root_device) for g in gradients] for gradients in found]
 
-    def scatter(self, args: Any, kwargs: Any) -> Any:
+    def forward(self, args: Any, kwargs: Any) -> Any:
         """The module's `forward` of the micro-batch under way, each piece on its device; gathered on the first one."""
         assert self._micro_batch is not None
         micro_batch, seeds = self._micro_batch
@@ -128,21 +123,6 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
                     buffers[name].copy_(own[name])
             start += size
         return _gather(outputs, self.root_device)
-
-
-class _Scattering:
-    """What a twin has before its module's class."""
-
-    trainer: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.trainer.strategy.scatter(args, kwargs)
-
-
-@cache
-def _scattering(module: type) -> Any:
-    """The class of a module's twin, by the module's."""
-    return type(module.__name__, (_Scattering, module), {})
 
 
 def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
 from lockstep.step.batch import MicroBatch
+
+T = TypeVar("T")
 
 
 def seed_device(seed: int, device: torch.device) -> None:
@@ -26,6 +29,7 @@ class PieceStrategy(Strategy):
     """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
 
     copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
+    ahead = 0  # pieces that forward passes are ahead of backward passes: only those of a pipeline
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -46,6 +50,18 @@ class PieceStrategy(Strategy):
         """The gradient of each piece of the micro-batch just computed, on the first device."""
         return [[parameter.grad for parameter in parameters]]
 
+    def holds(self, thing: Any) -> bool:
+        """Whether this process has a parameter or layer, which it computes with."""
+        return True
+
+    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
+        """What the processes hold that have different parts of a network, on rank zero."""
+        return own
+
+    def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """The norm of the gradient over all `parameters`. Every process calls it."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Passes inside keep their gradients to this process."""
         return nullcontext()
@@ -63,3 +79,26 @@ class PieceStrategy(Strategy):
 
 class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
+
+
+class _Redirected:
+    """What a twin has before its module's class."""
+
+    trainer: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trainer.strategy.forward(args, kwargs)
+
+
+def twin(module: Any) -> Any:
+    """An object with the module's attributes and class, whose `forward` is the strategy's; the module's own stays."""
+    kind: Any = type(module)
+    found = object.__new__(_redirected(kind))
+    object.__setattr__(found, "__dict__", module.__dict__)
+    return found
+
+
+@cache
+def _redirected(module: type) -> Any:
+    """The class of a module's twin, by the module's."""
+    return type(module.__name__, (_Redirected, module), {})

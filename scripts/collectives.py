@@ -1,0 +1,119 @@
+"""Ways to sum a vector over workers, in sends and receives: who talks to whom, and how much.
+
+Every worker calls the same function with its own vector [n]; afterwards each has the sum. With N workers and vectors of
+K bytes, this is what crosses the busiest worker's link, one after the other (a link carries both directions at once):
+
+| way | messages | bytes |
+|---|---|---|
+| parameter server | 2 (N - 1), the server's | 2 (N - 1) K |
+| ring | 2 (N - 1) | 2 (N - 1) / N K |
+| halving and doubling, N a power of two | 2 log2 N | 2 (N - 1) / N K |
+| the same, P the power of two below N | 2 log2 P + 2 | 2 (P - 1) / P K + 2 K |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Sum = Callable[[Tensor, "Wire"], None]
+
+
+class Wire:
+    """This worker's sends and receives, counted: `bytes` and `messages` are those that follow one another."""
+
+    def __init__(self) -> None:
+        self.bytes = self.messages = 0
+
+    def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        """Moves all of (tensor, other worker) at once; returns when they have arrived."""
+        works = [dist.irecv(tensor, other) for tensor, other in receives]
+        works += [dist.isend(tensor, other) for tensor, other in sends]
+        for work in works:
+            assert work is not None
+            work.wait()
+        self.bytes += max(sum(tensor.nbytes for tensor, _ in way) for way in (sends, receives))
+        self.messages += max(len(sends), len(receives))
+
+    def send(self, tensor: Tensor, other: int) -> None:
+        self.exchange([(tensor, other)], [])
+
+    def receive(self, tensor: Tensor, other: int) -> Tensor:
+        self.exchange([], [(tensor, other)])
+        return tensor
+
+
+def parameter_server(vector: Tensor, wire: Wire) -> None:
+    """Worker 0 receives all vectors, adds them, and sends the sum to everyone (Li et al., 2014)."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    if rank:
+        wire.send(vector, 0)
+        wire.receive(vector, 0)
+        return
+    received = [torch.empty_like(vector) for _ in range(1, workers)]
+    wire.exchange([], list(zip(received, range(1, workers), strict=True)))
+    for other in received:
+        vector += other
+    wire.exchange([(vector, other) for other in range(1, workers)], [])
+
+
+def ring(vector: Tensor, wire: Wire) -> None:
+    """Each worker talks to its two neighbours only. The vector is cut into N chunks: in N - 1 rounds a chunk travels
+    round the ring and is added to, in N - 1 more the finished one travels on (Patarasuk and Yuan, 2009)."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    left, right = (rank - 1) % workers, (rank + 1) % workers
+    chunks = vector.tensor_split(workers)
+    for step in range(workers - 1):
+        give, take = chunks[(rank - step) % workers], chunks[(rank - step - 1) % workers]
+        received = torch.empty_like(take)
+        wire.exchange([(give, right)], [(received, left)])
+        take += received
+    for step in range(workers - 1):
+        give, take = chunks[(rank + 1 - step) % workers], chunks[(rank - step) % workers]
+        wire.exchange([(give, right)], [(take, left)])
+
+
+def halving_doubling(vector: Tensor, wire: Wire) -> None:
+    """In log2 N rounds partners swap halves of what they still have and add them; in log2 N more they swap back what
+    is finished (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two hand theirs to another first."""
+    rank, workers = dist.get_rank(), dist.get_world_size()
+    paired = 1 << (workers.bit_length() - 1)
+    if rank >= paired:
+        wire.send(vector, rank - paired)
+        wire.receive(vector, rank - paired)
+        return
+    extra = rank + paired if rank + paired < workers else None
+    if extra is not None:
+        vector += wire.receive(torch.empty_like(vector), extra)
+    mine, swapped, distance = vector, [], paired // 2
+    while distance:
+        lower, upper = mine.tensor_split(2)
+        keep, give = (upper, lower) if rank & distance else (lower, upper)
+        received = torch.empty_like(keep)
+        wire.exchange([(give, rank ^ distance)], [(received, rank ^ distance)])
+        keep += received
+        swapped.append((keep, give, rank ^ distance))
+        mine, distance = keep, distance // 2
+    for keep, give, partner in reversed(swapped):
+        wire.exchange([(keep, partner)], [(give, partner)])
+    if extra is not None:
+        wire.send(vector, extra)
+
+
+def backend(vector: Tensor, wire: Wire) -> None:
+    """What ddp uses: gloo's own, a ring. What it sends is not counted here, but taken from the formula."""
+    dist.all_reduce(vector)
+    workers = dist.get_world_size()
+    wire.bytes += 2 * (workers - 1) * vector.nbytes // workers
+    wire.messages += 2 * (workers - 1)
+
+
+SUMS: dict[str, Sum] = {
+    "parameter server": parameter_server,
+    "ring": ring,
+    "halving and doubling": halving_doubling,
+    "gloo's all-reduce": backend,
+}

@@ -1,0 +1,132 @@
+"""Any machine but the one that keeps the run: it does what that one says, see lockstep.launch.meeting."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.endings import Outcome
+from lockstep.launch.signals import ending_at_once
+from lockstep.launch.wire import JOINING, PROTOCOL, Message, Place, Wait, Wire, outcome_told
+
+
+class KeeperLost(Exception):
+    """The machine that keeps the run can't be reached any more. The message names it."""
+
+
+class Guest:
+    """Any other machine: it keeps its log only, and does what the keeper says.
+
+    Args:
+        address, port: of the keeper.
+        endpoint: the same as it was given, for messages.
+    """
+
+    def __init__(self, address: str, port: int, endpoint: str) -> None:
+        self._noted = threading.Condition(threading.RLock())
+        self._endpoint, self.keeper = endpoint, endpoint
+        self._said: dict[str, Any] | None = None
+        self._place: Place | None = None
+        self._serves = False  # whether workers may connect to the keeper's store
+        self._ended: Outcome | None = None
+        self._trouble = ""
+        self._timeout = JOINING
+        waits = Wait(self._noted)
+        with ending_at_once(), self._noted:
+            while True:
+                with suppress(OSError):
+                    connection = socket.create_connection((address, port), timeout=2)
+                    break
+                waits.a_moment(f"waiting for {endpoint}")
+            connection.settimeout(None)
+            self._wire = Wire(connection, self._noted, self._hear)
+            self._wire.send(hello=PROTOCOL, name=platform.node())
+            while self._said is None:
+                if self._wire.closed:
+                    raise Refusal(f"rdzv_endpoint={endpoint}: what listens there is no run of this version of Lockstep")
+                waits.a_moment(f"waiting for {endpoint}")
+
+    def decide(self, what: str, make: Callable[[], Any]) -> Any:
+        """What the keeper decides; `make` is not called.
+
+        Raises:
+            Refusal: the keeper was refused, or was not started alike.
+        """
+        waits = Wait(self._noted)
+        with ending_at_once(), self._noted:
+            while what not in (self._said or {}):
+                self._must_go_on()
+                waits.a_moment(f"waiting for {self.keeper}")
+            return (self._said or {})[what]
+
+    def begin(self, card: Mapping[str, str], timeout: float) -> Place | None:
+        """Waits for the next life of the run; None: it is completed.
+
+        Raises:
+            Refusal, WorkerFailed, Interrupted: what ended the run.
+            KeeperLost: nobody is there to say.
+        """
+        self._timeout = timeout
+        self._wire.send(card=dict(card))
+        waits = Wait(self._noted)
+        with ending_at_once(), self._noted:
+            while self._place is None:
+                if self._ended and self._ended.kind == "completed":
+                    self._ended = None
+                    return None
+                self._must_go_on()
+                waits.a_moment(f"waiting for {self.keeper} to begin")
+            place, self._place, self._trouble = self._place, None, ""
+            return place
+
+    def may_connect(self, forked: bool) -> bool:
+        return self._serves
+
+    def trouble(self) -> str:
+        with self._noted:
+            return self._trouble or self._lost()
+
+    def returning(self) -> str:
+        return ""
+
+    def settle(self, own: Outcome) -> None:
+        """Tells the keeper how this machine's workers ended."""
+        self._wire.send(outcome=asdict(own))
+
+    def _must_go_on(self) -> None:
+        if self._ended:
+            outcome, self._ended = self._ended, None
+            raise outcome.raised()
+        if lost := self._lost():
+            raise KeeperLost(lost)
+
+    def _lost(self) -> str:
+        if self._wire.closed:
+            return f"machine {self.keeper}, which keeps the run, was lost: it closed the connection"
+        if self._wire.silent_for() > self._timeout:
+            self._wire.close()
+            return f"machine {self.keeper}, which keeps the run, was lost: not a word of it for {self._timeout:g} s"
+        return ""
+
+    def _hear(self, wire: Wire, message: Message) -> None:
+        if message.get("hello") == PROTOCOL:
+            self.keeper = f"{message['name']} ({self._endpoint})"
+            self._said = dict(message["said"])
+        elif self._said is None:
+            wire.close()
+        elif "said" in message:
+            self._said.update(message["said"])
+        elif "begins" in message:
+            self._place, self._serves = Place(**message["begins"]), False
+        elif "serves" in message:
+            self._serves = True
+        elif "trouble" in message:
+            self._trouble = str(message["trouble"])
+        elif "ended" in message:
+            self._ended = outcome_told(message["ended"])
