@@ -2,6 +2,7 @@
 
     python scripts/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
     python scripts/chaos.py --faults 300 --exact model.dropout=0.5
+    python scripts/chaos.py --faults 6 --machines 3
 
 Workers, their parent or all of them are killed, asked to end, or stopped for a while; the disk is full from one moment
 on; the newest checkpoint is damaged where it lies. What strikes, whom and when follows from --seed (the moment by the
@@ -13,7 +14,11 @@ A campaign is survived when every run ended with the weights_sha256 and the metr
 with the exit code that its fault calls for and without a traceback, and nothing was left behind: no process (hence no
 port), no temporary file, no folder but the runs' own.
 
-Exit codes: 0 all survived, 1 not, 130 interrupted. Linux only.
+With --machines one run over several machines (network namespaces: Linux, root) is struck within its life: a worker or a
+machine is killed, a link goes down for 5 or 20 s, the machine that keeps the run is killed, or all. Who was killed is
+started again seconds later. It must end as the same run on one device, each machine with exit code 0.
+
+Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
 
 from __future__ import annotations
@@ -26,12 +31,16 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from campaigns.faults import FAULTS, schedule
+from campaigns.machines import SeveralMachines
 from campaigns.runs import LINE, Campaign
+from machines import Machines, NoMachines
 
 JOB = [
     "data=digits",
@@ -51,6 +60,7 @@ LAYOUTS = {
     "pipeline": ["strategy=pipeline", "devices=2"],
     "ddp_accumulate": ["strategy=ddp", "devices=2", "accumulate_grad_batches=2"],
 }
+LASTING = 3  # epochs of a run over machines, for each fault that it must outlast
 EXACT = ["exact=true", "pieces=4"]
 EXACT_LAYOUTS = [["strategy=auto", "devices=1"]] + [
     [f"strategy={s}", f"devices={n}"] for s in ("ddp", "dp", "pipeline") for n in (2, 3, 4)
@@ -63,11 +73,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=len(FAULTS), help="in all, over the layouts")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="--exact changes them at random instead")
     parser.add_argument("--exact", action="store_true", help="another layout in each life, exact=true")
+    parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
     parser.add_argument("--control", action="store_true", help="go on with another seed: must not be survived")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
     options = parser.parse_args()
     if unknown := set(options.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
+    if options.machines is not None and not 2 <= options.machines <= 200:
+        parser.error(f"--machines: {options.machines}, must be 2 or more (to 200)")
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would lives
     work = Path(tempfile.mkdtemp(prefix="chaos_"))
@@ -75,32 +88,57 @@ def main() -> int:
     scratch.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # a cache of torch's, that it keeps
-    asked = [*JOB, *(EXACT if options.exact else ()), *options.overrides]
+    asked = [*JOB, *(EXACT if options.exact or options.machines else ())]
+    if options.machines:
+        asked.append(f"max_epochs={2 + LASTING * options.faults}")
+    asked += options.overrides
     job = [*{override.partition("=")[0]: override for override in asked}.values()]  # the last of a key counts
-    layouts = {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
-    if options.exact:
-        layouts = {"exact": EXACT_LAYOUTS}
-    rng = random.Random(options.seed)
-    faults = schedule(options.faults, rng)
-    campaigns = [
-        Campaign(name, job, choice, faults[number :: len(layouts)], work / name, rng, options.control)
-        for number, (name, choice) in enumerate(layouts.items())
-    ]
-    print(LINE.format("layout", "fault", "whom", "after", "exit", "what followed"))
     try:
-        for campaign in campaigns:
-            campaign.go()
+        with ExitStack() as places:
+            campaigns = over_machines(options, job, work, places) if options.machines else on_one(options, job, work)
+            print(LINE.format("layout", "fault", "whom", "after", "exit", "what followed"))
+            for campaign in campaigns:
+                campaign.go()
     except KeyboardInterrupt:
         shutil.rmtree(work)
         print("interrupted: nothing is concluded", file=sys.stderr)
         return 130
+    except NoMachines as reason:
+        shutil.rmtree(work)
+        print(f"error: --machines={options.machines}: can't be made here: {reason}", file=sys.stderr)
+        return 2
     return conclude(campaigns, work)
 
 
-def conclude(campaigns: list[Campaign], work: Path) -> int:
+def on_one(options: argparse.Namespace, job: list[str], work: Path) -> list[Campaign]:
+    """A campaign for each layout of this machine."""
+    layouts = {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
+    if options.exact:
+        layouts = {"exact": EXACT_LAYOUTS}
+    rng = random.Random(options.seed)
+    faults = schedule(options.faults, rng, FAULTS)
+    return [
+        Campaign(name, job, choice, faults[number :: len(layouts)], work / name, rng, options.control)
+        for number, (name, choice) in enumerate(layouts.items())
+    ]
+
+
+def over_machines(options: argparse.Namespace, job: list[str], work: Path, places: ExitStack) -> list[SeveralMachines]:
+    """One over several machines, which are there until `places` is left.
+
+    Raises:
+        NoMachines: they can't be made.
+    """
+    machines = places.enter_context(Machines(options.machines))
+    return [
+        SeveralMachines(machines, job, options.faults, work / "machines", random.Random(options.seed), options.control)
+    ]
+
+
+def conclude(campaigns: Sequence[Campaign | SeveralMachines], work: Path) -> int:
     """The last words, and the exit code."""
     problems = [problem for campaign in campaigns for problem in campaign.problems]
-    kinds = Counter(blow.fault.name for campaign in campaigns for blow in campaign.blows)
+    kinds = Counter(name for campaign in campaigns for name in campaign.struck)
     print("\n" + ", ".join(f"{count} x {name}" for name, count in kinds.most_common()))
     runs = sum(campaign.runs for campaign in campaigns)
     if problems:

@@ -91,12 +91,16 @@ class Machines:
 
     def kill(self, index: int) -> None:
         """SIGKILL to all that runs on the machine."""
-        listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=False)
-        for pid in listed.stdout.split():
+        for pid in self.processes(index):
             try:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def processes(self, index: int) -> list[int]:
+        """All that run on the machine."""
+        listed = subprocess.run(["ip", "netns", "pids", self.names[index]], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in listed.stdout.split()]
 
     def link(self, index: int, up: bool) -> None:
         """Plugs the machine's cable out, or in: nobody is told, packets just don't arrive."""

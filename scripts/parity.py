@@ -4,8 +4,9 @@
     python scripts/parity.py differences=true data=mnist model.dropout=0.25
 
 Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
-and with exact=true. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls,
-steps that are wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
+and with exact=true; on CPUs also on two machines, which are two parents on this host that meet over its loopback
+device. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls, steps that are
+wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
 
 What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
 show how far this model has carried that after each step, and ten times as far (or ten roundings of the weights for each
@@ -22,6 +23,7 @@ promised, 1 not, 2 bad input.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,9 +40,11 @@ from trials.record import YARDSTICKS, roundoff
 from trials.trial import Outcome, Trial, counted, run, shorten
 
 from lockstep.arithmetic.layout import Layout, Refusal, split
+from lockstep.arithmetic.layout import counted as quantity
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.launch.network import LOOPBACK
 from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.checks import flag, whole
@@ -199,9 +203,12 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             candidates.append(({"name": name, "shares": [3, 1]}, 2))
     if not config.compile:  # nor with this one, of which every piece passes each stage
         candidates += [({"name": "pipeline"}, n) for n in (2, 3) if n <= most and config.layout.accelerator == "cpu"]
+    found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
+    if most >= 2 and config.layout.accelerator == "cpu":  # a guest on this host would take the first GPU too
+        met = {"num_nodes": 2, "rdzv_endpoint": f"{LOOPBACK}:{free_port()}"}
+        found.append(asked(config, raw) | {"strategy": {"name": "ddp"}, "devices": 1} | met)
     seen = set()
-    for strategy, number in candidates:
-        changes = asked(config, raw) | {"strategy": strategy, "devices": number}
+    for changes in found:
         layout = check({**raw, **changes}).layout
         if (key := (title(layout), each(layout))) not in seen:
             seen.add(key)
@@ -214,12 +221,19 @@ def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
 
 
+def free_port() -> int:
+    """One on which nobody listens, for two machines to meet: two parents on this host."""
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
 def title(layout: Layout) -> str:
     """A layout's name in the table."""
-    several = "s" * (layout.devices > 1)
+    if layout.num_nodes > 1:
+        return f"{layout.num_nodes} machines, {quantity(layout.devices, 'device')} each"
     if layout.strategy == "pipeline":
         return f"pipeline, {layout.devices} stages"
-    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {layout.devices} device{several}"
+    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {quantity(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:

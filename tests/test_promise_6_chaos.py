@@ -9,6 +9,7 @@ from pathlib import Path
 import forks
 import pytest
 from conftest import ROOT, forked, wait_for
+from machines import Machines, NoMachines
 
 pytestmark = pytest.mark.slow
 
@@ -45,3 +46,29 @@ def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
     done = forked(CHAOS, "--faults=4", "--layouts=single", "--control", "--seed=31", *SMALL, "max_epochs=6")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEM weights_sha256" in done.stdout
+
+
+@pytest.fixture
+def machines() -> None:
+    try:
+        with Machines(2):
+            pass
+    except NoMachines as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_run_over_machines_survives_faults() -> None:
+    """The machine that keeps the run is killed and comes back; then a worker is killed."""
+    done = forked(CHAOS, "--machines=2", "--faults=2", "--seed=6", *SMALL, "max_epochs=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 x keeper killed, 1 x worker killed" in done.stdout
+
+
+@pytest.mark.usefixtures("machines")
+def test_a_run_over_machines_that_goes_on_otherwise_is_told_apart() -> None:
+    """The control: all machines are killed, and go on with another seed."""
+    done = forked(CHAOS, "--machines=2", "--faults=1", "--control", *SMALL, "max_epochs=4")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PROBLEM weights_sha256" in done.stdout
+    assert "exit code" not in done.stdout

@@ -64,7 +64,8 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     assert '"status": "failed"' in summary
     if lost == "unplugged":
         assert second.returncode == 1, str(second)
-        assert f"machine {site.names[0]} ({site.names[0]}:29500), which keeps the run, was lost" in second.stderr
+        keeper = f"machine {site.names[0]} ({site.names[0]}:29500), which keeps the run,"
+        assert f"error: {keeper} was lost: not a word of it for 8 s" in second.stderr
 
 
 def test_a_link_that_is_down_for_five_seconds_is_no_loss(site: Site, undisturbed: Run) -> None:

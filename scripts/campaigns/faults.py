@@ -6,12 +6,15 @@ import contextlib
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from resource import RLIMIT_FSIZE, prlimit
+from typing import TypeVar
 
 from campaigns.lives import Life
 
+T = TypeVar("T")
 FULL = 1 << 18  # bytes of the largest file when the disk is full
 
 
@@ -93,9 +96,9 @@ def damage(path: Path, fault: Fault, rng: random.Random) -> None:
             file.truncate(rng.randrange(size))
 
 
-def schedule(number: int, rng: random.Random) -> list[Fault]:
+def schedule(number: int, rng: random.Random, kinds: Sequence[T]) -> list[T]:
     """`number` faults in random order, each kind as often as the others."""
-    drawn: list[Fault] = []
+    drawn: list[T] = []
     while len(drawn) < number:
-        drawn += rng.sample(FAULTS, len(FAULTS))
+        drawn += rng.sample(kinds, len(kinds))
     return drawn[:number]

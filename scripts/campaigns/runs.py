@@ -11,6 +11,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from campaigns.faults import INTERRUPTED, TERMINATED, Fault, damage
 from campaigns.lives import Life
@@ -54,6 +55,11 @@ class Campaign:
     blows: list[Blow] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     runs: int = 0
+
+    @property
+    def struck(self) -> list[str]:
+        """The faults so far, by name."""
+        return [blow.fault.name for blow in self.blows]
 
     def go(self) -> None:
         home = self.outputs / "undisturbed"
@@ -176,13 +182,7 @@ class Run:
         """After a life that ended well: is this the undisturbed run's end?"""
         folder, before = max(self.folders), len(self.campaign.problems)
         ended, reference = json.loads((folder / "summary.json").read_text()), self.campaign.reference
-        keys = ("weights_sha256", "status", "steps", "samples_seen")
-        pairs = {key: (ended[key], reference[key]) for key in keys if ended[key] != reference[key]}
-        for key, value in reference["metrics"].items():
-            found = ended["metrics"].get(key, math.nan)
-            if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):
-                pairs[key] = found, value
-        if pairs:
+        if pairs := unequal(ended, reference):
             told = (f"{key} is {found}, undisturbed {value}" for key, (found, value) in pairs.items())
             self._problem(life, "; ".join(told))
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
@@ -206,6 +206,17 @@ class Run:
             print(
                 LINE.format(self.campaign.name, blow.fault.name, blow.whom, when, str(blow.code), followed), flush=True
             )
+
+
+def unequal(ended: dict[str, Any], reference: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs in two summaries that should be equal. Metrics may by a rounding: of their sum's order."""
+    keys = ("weights_sha256", "status", "steps", "samples_seen")
+    pairs = {key: (ended.get(key), reference[key]) for key in keys if ended.get(key) != reference[key]}
+    for key, value in reference["metrics"].items():
+        found = ended.get("metrics", {}).get(key, math.nan)
+        if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):
+            pairs[key] = found, value
+    return pairs
 
 
 def newest(target: Path) -> Path:

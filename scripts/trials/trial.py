@@ -7,9 +7,12 @@ so that it can fork.
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +22,13 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 from trials.record import FILE
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
+from lockstep.launch.endings import WorkerFailed
+from lockstep.launch.meeting import meet
 from lockstep.loading import Splits
 from lockstep.run.config import Config, check
+from lockstep.run.supervisor import run_in_workers
 from lockstep.run.training import train
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
@@ -90,7 +97,12 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     record["_target_"] = "trials.record.Record"
     config = check({**raw, **bare, **trial.changes, "callbacks": {"record": record}})
     folder.mkdir(parents=True)
-    summary = launch(_work, config, replace(splits, val=None), folder, layout=layout)
+    splits = replace(splits, val=None)
+    if layout.num_nodes > 1:
+        with _guest(config, splits, folder):
+            summary = run_in_workers(_work, config, splits, folder)
+    else:
+        summary = launch(_work, config, splits, folder, layout=layout)
     parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
     with np.load(folder / FILE) as found:
         for key in found:
@@ -105,6 +117,29 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # the table says it all
     return train(config, splits, folder)
+
+
+@contextmanager
+def _guest(config: Config, splits: Splits, folder: Path) -> Iterator[None]:
+    """The second machine's part of a run over two, in a fork of this process: they share this host, and nothing else of
+    a run's. This process keeps the run."""
+    assert config.rdzv_endpoint is not None
+    meet(config.rdzv_endpoint)  # before the fork, which then finds somebody there
+    other = multiprocessing.get_context("fork").Process(target=_take_part, args=(config, splits, folder / "guest"))
+    other.start()
+    try:
+        yield
+    finally:
+        other.join()
+
+
+def _take_part(config: Config, splits: Splits, folder: Path) -> None:
+    assert config.rdzv_endpoint is not None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the machine that keeps the run says how it ended
+    folder.mkdir()
+    meet(config.rdzv_endpoint, again=True)  # what it has from the other one is that one's place
+    with suppress(Refusal, WorkerFailed):
+        run_in_workers(_work, config, splits, folder)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:

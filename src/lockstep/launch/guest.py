@@ -36,6 +36,7 @@ class Guest:
         self._serves = False  # whether workers may connect to the keeper's store
         self._ended: Outcome | None = None
         self._trouble = ""
+        self._gone = ""
         self._timeout = JOINING
         waits = Wait(self._noted)
         with ending_at_once(), self._noted:
@@ -107,12 +108,12 @@ class Guest:
             raise KeeperLost(lost)
 
     def _lost(self) -> str:
-        if self._wire.closed:
-            return f"machine {self.keeper}, which keeps the run, was lost: it closed the connection"
-        if self._wire.silent_for() > self._timeout:
+        """How the keeper was lost, as it was noticed first; empty: it is here."""
+        if not self._gone and (self._wire.closed or self._wire.silent_for() > self._timeout):
+            how = "it closed the connection" if self._wire.closed else f"not a word of it for {self._timeout:g} s"
             self._wire.close()
-            return f"machine {self.keeper}, which keeps the run, was lost: not a word of it for {self._timeout:g} s"
-        return ""
+            self._gone = f"machine {self.keeper}, which keeps the run, was lost: {how}"
+        return self._gone
 
     def _hear(self, wire: Wire, message: Message) -> None:
         if message.get("hello") == PROTOCOL:
