@@ -17,8 +17,10 @@ import pytest
 import torch
 from conftest import Program, Run, ended, free_port, of_torchrun, summary_of, wait_for, workers_of
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Layout, Refusal, resolve
+from lockstep.launch.endings import Outcome
 from lockstep.launch.guest import Guest
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.meeting import meet
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
@@ -265,9 +267,14 @@ def test_fewer_machines_than_asked_for_compute_all_pieces() -> None:
         assert [piece for device in range(layout.num_devices) for piece in layout.owned(device)] == [0, 1, 2, 3]
 
 
+def on_two() -> Layout:
+    return resolve(strategy="ddp", accelerator="cpu", devices=1, num_nodes=2, batch_size=8)
+
+
 def test_one_machine_decides_for_all() -> None:
     port = free_port()
     keeper = meet(f"127.0.0.1:{port}")
+    assert isinstance(keeper, Keeper)
     guest = Guest("127.0.0.1", port, "there")
     for what, here, decided in (("stamp", "1", "1"), ("resumed", ["3"], ["3"]), ("stamp", "4", "1")):
         assert keeper.decide(what, partial(str if what == "stamp" else list, here)) == decided
@@ -275,6 +282,15 @@ def test_one_machine_decides_for_all() -> None:
 
     def refuses() -> None:
         raise Refusal("there is no run")
+
+    thread = threading.Thread(target=keeper.begin, args=({}, on_two(), 0, 60.0, False), daemon=True)
+    thread.start()  # it has nothing more to decide: whoever asks for more was started otherwise
+    with pytest.raises(Refusal, match="was started otherwise"):
+        guest.decide("what it has not said", dict)
+    assert guest.begin({}, 60.0) is not None
+    thread.join()
+    keeper.end(Outcome("completed"))
+    assert guest.begin({}, 60.0) is None
 
     with pytest.raises(Refusal, match=r"^there is no run$"):
         keeper.decide("folder", refuses)

@@ -33,6 +33,8 @@ class Guest:
         self._endpoint, self.keeper = endpoint, endpoint
         self._said: dict[str, Any] | None = None
         self._place: Place | None = None
+        self._run = 0  # which one of a sweep
+        self._decided = False  # whether the keeper has begun, and decides nothing more
         self._serves = False  # whether workers may connect to the keeper's store
         self._ended: Outcome | None = None
         self._trouble = ""
@@ -63,6 +65,8 @@ class Guest:
         with ending_at_once(), self._noted:
             while what not in (self._said or {}):
                 self._must_go_on()
+                if self._decided:
+                    raise Refusal(f"machine {self.keeper} was started otherwise: it goes on with a run, or does not")
                 waits.a_moment(f"waiting for {self.keeper}")
             return (self._said or {})[what]
 
@@ -74,7 +78,7 @@ class Guest:
             KeeperLost: nobody is there to say.
         """
         self._timeout = timeout
-        self._wire.send(card=dict(card))
+        self._wire.send(card=dict(card), run=self._run)
         waits = Wait(self._noted)
         with ending_at_once(), self._noted:
             while self._place is None:
@@ -118,11 +122,14 @@ class Guest:
     def _hear(self, wire: Wire, message: Message) -> None:
         if message.get("hello") == PROTOCOL:
             self.keeper = f"{message['name']} ({self._endpoint})"
-            self._said = dict(message["said"])
+            self._said, self._decided = dict(message["said"]), bool(message["decided"])
+            self._run = int(message["run"])
         elif self._said is None:
             wire.close()
         elif "said" in message:
             self._said.update(message["said"])
+        elif "decided" in message:
+            self._decided = True
         elif "begins" in message:
             self._place, self._serves = Place(**message["begins"]), False
         elif "serves" in message:
@@ -130,4 +137,4 @@ class Guest:
         elif "trouble" in message:
             self._trouble = str(message["trouble"])
         elif "ended" in message:
-            self._ended = outcome_told(message["ended"])
+            self._ended, self._decided, self._run = outcome_told(message["ended"]), False, int(message["run"])

@@ -61,7 +61,7 @@ class Keeper:
         self._wanted = 0  # machines that would take part in it if they were here
         self._card: Mapping[str, str] = {}
         self._timeout = JOINING
-        self._life = 0
+        self._run = self._life = 0  # runs that have ended, of a sweep; lives that have begun
         self._cause: Outcome | None = None  # why it failed
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -99,13 +99,15 @@ class Keeper:
         waits = Wait(self._noted)
         with ending_at_once(), self._noted:
             self._card, self._timeout, self._wanted = dict(card), timeout, layout.num_nodes
+            for guest in self._guests:
+                guest.wire.send(decided=True)
             while True:
                 self._guests = [guest for guest in self._guests if not guest.lost(timeout)]
                 ready = [guest for guest in self._guests if guest.card is not None]
                 for guest in ready:
                     if odd := difference(card, guest.card or {}, guest.name):
                         raise Refusal(odd)
-                everybody = len(ready) == len(self._guests)
+                everybody = not any(guest.card is None for guest in self._taking_part if guest in self._guests)
                 if len(ready) + 1 >= layout.num_nodes or (fewer and everybody):
                     break
                 missing = counted(layout.num_nodes - 1 - len(ready), "more machine")
@@ -178,9 +180,10 @@ class Keeper:
     def end(self, outcome: Outcome) -> None:
         """Tells the guests how the run ended. Another one may follow, of a sweep."""
         with self._noted:
+            self._run += 1
             for guest in self._guests:
                 guest.card = guest.outcome = None
-                guest.wire.send(ended=asdict(outcome))
+                guest.wire.send(ended=asdict(outcome), run=self._run)
             self._taking_part, self._wanted = [], 0
 
     def _blame(self, outcome: Outcome) -> None:
@@ -200,7 +203,7 @@ class Keeper:
             odd = f"the run at {self._endpoint} has its {self._wanted} machines"
         if odd:
             guest.card = None
-            guest.wire.send(ended=asdict(Outcome("refused", odd)))
+            guest.wire.send(ended=asdict(Outcome("refused", odd)), run=self._run)
 
     def _accept(self) -> None:
         while True:
@@ -215,8 +218,9 @@ class Keeper:
                 wire.close()
                 return
             self._guests.append(OtherMachine(wire, str(message.get("name", "?"))[:64], address))
-            wire.send(hello=PROTOCOL, name=platform.node(), said=self._said)
-        elif isinstance(card := message.get("card"), dict):
+            told = {"said": self._said, "decided": self._wanted > 0, "run": self._run}
+            wire.send(hello=PROTOCOL, name=platform.node(), **told)
+        elif isinstance(card := message.get("card"), dict) and message.get("run") == self._run:  # not of the run before
             guest.card = {str(key): str(value) for key, value in card.items()}
             self._answer(guest)
         elif isinstance(told := message.get("outcome"), dict):
