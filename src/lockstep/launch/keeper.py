@@ -218,8 +218,8 @@ class Keeper:
                 wire.close()
                 return
             self._guests.append(OtherMachine(wire, str(message.get("name", "?"))[:64], address))
-            told = {"said": self._said, "decided": self._wanted > 0, "run": self._run}
-            wire.send(hello=PROTOCOL, name=platform.node(), **told)
+            state = {"said": self._said, "decided": self._wanted > 0, "run": self._run}
+            wire.send(hello=PROTOCOL, name=platform.node(), **state)
         elif isinstance(card := message.get("card"), dict) and message.get("run") == self._run:  # not of the run before
             guest.card = {str(key): str(value) for key, value in card.items()}
             self._answer(guest)
