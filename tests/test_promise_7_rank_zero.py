@@ -283,14 +283,15 @@ def test_one_machine_decides_for_all() -> None:
     def refuses() -> None:
         raise Refusal("there is no run")
 
-    thread = threading.Thread(target=keeper.begin, args=({}, on_two(), 0, 60.0, False), daemon=True)
+    card = {"lr": "0.1"}
+    thread = threading.Thread(target=keeper.begin, args=(card, on_two(), 0, 60.0, False), daemon=True)
     thread.start()  # it has nothing more to decide: whoever asks for more was started otherwise
     with pytest.raises(Refusal, match="was started otherwise"):
         guest.decide("what it has not said", dict)
-    assert guest.begin({}, 60.0) is not None
+    assert guest.begin(card, 60.0) is not None
     thread.join()
     keeper.end(Outcome("completed"))
-    assert guest.begin({}, 60.0) is None
+    assert guest.begin(card, 60.0) is None
 
     with pytest.raises(Refusal, match=r"^there is no run$"):
         keeper.decide("folder", refuses)

@@ -98,22 +98,24 @@ class Keeper:
         """
         waits = Wait(self._noted)
         with ending_at_once(), self._noted:
-            self._card, self._timeout, self._wanted = dict(card), timeout, layout.num_nodes
+            self._card, self._timeout, self._wanted = dict(card), timeout, 0
             for guest in self._guests:
                 guest.wire.send(decided=True)
             while True:
                 self._guests = [guest for guest in self._guests if not guest.lost(timeout)]
+                for guest in self._guests:
+                    if guest.card is not None and (odd := difference(card, guest.card, guest.name)):
+                        if not restarts:
+                            raise Refusal(odd)
+                        self._refuse(guest, odd)
                 ready = [guest for guest in self._guests if guest.card is not None]
-                for guest in ready:
-                    if odd := difference(card, guest.card or {}, guest.name):
-                        raise Refusal(odd)
                 everybody = not any(guest.card is None for guest in self._taking_part if guest in self._guests)
                 if len(ready) + 1 >= layout.num_nodes or (fewer and everybody):
                     break
                 missing = counted(layout.num_nodes - 1 - len(ready), "more machine")
                 here = f"; here: {listed(guest.name for guest in self._guests)}" * bool(self._guests)
                 waits.a_moment(f"waiting for {missing} at {self._endpoint}{here}")
-            self._taking_part = ready[: layout.num_nodes - 1]
+            self._taking_part, self._wanted = ready[: layout.num_nodes - 1], layout.num_nodes
             for guest in ready[layout.num_nodes - 1 :]:
                 self._answer(guest)
             address = self._listener.getsockname()[0]
@@ -184,7 +186,7 @@ class Keeper:
             for guest in self._guests:
                 guest.card = guest.outcome = None
                 guest.wire.send(ended=asdict(outcome), run=self._run)
-            self._taking_part, self._wanted = [], 0
+            self._card, self._taking_part, self._wanted = {}, [], 0
 
     def _blame(self, outcome: Outcome) -> None:
         """Takes note of the first that fails by itself, and tells all: their workers wait for its."""
@@ -202,8 +204,11 @@ class Keeper:
         if len(self._taking_part) + 1 == self._wanted and here:
             odd = f"the run at {self._endpoint} has its {self._wanted} machines"
         if odd:
-            guest.card = None
-            guest.wire.send(ended=asdict(Outcome("refused", odd)), run=self._run)
+            self._refuse(guest, odd)
+
+    def _refuse(self, guest: OtherMachine, why: str) -> None:
+        guest.card = None
+        guest.wire.send(ended=asdict(Outcome("refused", why)), run=self._run)
 
     def _accept(self) -> None:
         while True:
@@ -218,7 +223,7 @@ class Keeper:
                 wire.close()
                 return
             self._guests.append(OtherMachine(wire, str(message.get("name", "?"))[:64], address))
-            state = {"said": self._said, "decided": self._wanted > 0, "run": self._run}
+            state = {"said": self._said, "decided": bool(self._card), "run": self._run}
             wire.send(hello=PROTOCOL, name=platform.node(), **state)
         elif isinstance(card := message.get("card"), dict) and message.get("run") == self._run:  # not of the run before
             guest.card = {str(key): str(value) for key, value in card.items()}
