@@ -90,9 +90,10 @@ def test_machines_that_differ_are_refused(site: Site, differs: str) -> None:
     before = code.read_text()
     code.write_text(before + "# another line\n" * (differs == "code"))
     options = (*JOB, *SHORT, "strategy=ddp", "num_nodes=2", f"rdzv_endpoint={site.names[0]}:29504")
-    processes = [site.start(0, *options, "name=odd"), site.start(1, *options, "name=odd", own)]
-    runs = site.finish_all(processes)
-    code.write_text(before)
+    try:
+        runs = site.finish_all([site.start(0, *options, "name=odd"), site.start(1, *options, "name=odd", own)])
+    finally:
+        code.write_text(before)
     said = {"config": "lr is 0.01", "code": "the code in src/ is ", "data": "data.sample_seed is 1"}[differs]
     for run in runs:
         assert run.returncode == 2, str(run)

@@ -74,7 +74,7 @@ def test_a_link_that_is_down_for_five_seconds_is_no_loss(site: Site, undisturbed
     site.machines.link(1, up=False)
     time.sleep(5)
     site.machines.link(1, up=True)
-    summary = ended_well(site.finish_all(processes), "lost")
+    summary = ended_well(site.finish_all(processes), "short")
     assert summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     assert summary["restarts"] == 0
 
