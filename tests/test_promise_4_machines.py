@@ -117,7 +117,7 @@ def test_a_machine_that_waits_says_for_whom_and_hears_signals(site: Site) -> Non
         stop(process, signum)
         run = site.finish(index, process)
         assert run.returncode == code, str(run)
-        assert time.monotonic() - told < 20  # it was 600
+        assert time.monotonic() - told < 5
         assert run.stderr == f"interrupted by {signum.name}\n"
         ended = [summary_of(file.parent)["status"] for file in run.outputs.glob("waits/*/summary.json")]
         assert ended == ["interrupted"] * (index == 0)

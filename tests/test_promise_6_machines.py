@@ -58,7 +58,7 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     assert first.returncode == 1, str(first)
     assert f"error: {said}" in first.stderr
     assert "onnection reset" not in first.stderr
-    assert took < 30  # 8, and what a busy machine takes; it was 300
+    assert took < 15
     summary = max(first.outputs.glob("lost/*/summary.json"), key=lambda file: file.stat().st_mtime).read_text()
     assert said in summary
     assert '"status": "failed"' in summary

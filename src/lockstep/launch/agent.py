@@ -27,9 +27,8 @@ from lockstep.launch import logs, watchdog, worker
 from lockstep.launch.endings import PeerLost, WorkerFailed
 from lockstep.launch.environment import RESTARTS, environment_kept, export, external_workers
 from lockstep.launch.group import join_external
-from lockstep.launch.guest import Guest
 from lockstep.launch.interpreter import imported
-from lockstep.launch.keeper import Keeper
+from lockstep.launch.meeting import Meeting
 from lockstep.launch.network import LOOPBACK
 from lockstep.launch.processes import end_children
 from lockstep.launch.scratch import scratch_folder
@@ -46,7 +45,7 @@ def launch(
     layout: Layout,
     restarts: int = 0,
     hang_timeout: float = 300.0,
-    meeting: Keeper | Guest | None = None,
+    meeting: Meeting | None = None,
     place: Place | None = None,
 ) -> Any:
     """Calls `work(*args)` in every worker of this machine and returns what the first one's call returned.

@@ -22,7 +22,6 @@ class Environment:
 
     Attributes:
         launcher: who has started this worker: `torchrun` (torch's agent, ours too), or `slurm` as one of several tasks.
-        nodes: machines that take part, where the agent tells.
         agent_store: whether the agent's store is at the master's address.
         restarts: times that this worker's group was started again.
         started: `time.time()` when the command, or a sweep's job, began.
@@ -38,7 +37,6 @@ class Environment:
     local_rank: int
     world_size: int
     local_world_size: int
-    nodes: int | None
     run_id: str
     master_addr: str
     master_port: int
@@ -69,7 +67,6 @@ def environment() -> Environment:
         local_rank=int(ranks["LOCAL_RANK"]),
         world_size=int(ranks["WORLD_SIZE"]),
         local_world_size=int(ranks["LOCAL_WORLD_SIZE"]),
-        nodes=int(told["GROUP_WORLD_SIZE"]) if "GROUP_WORLD_SIZE" in told else None,
         run_id=told.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=told.get("MASTER_ADDR", ""),
         master_port=int(told.get("MASTER_PORT", "0")),

@@ -61,7 +61,7 @@ class Keeper:
         self._wanted = 0  # machines that would take part in it if they were here
         self._card: Mapping[str, str] = {}
         self._timeout = JOINING
-        self._run = self._life = 0  # runs that have ended, of a sweep; lives that have begun
+        self._run = 0  # runs that have ended, of a sweep
         self._cause: Outcome | None = None  # why it failed
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -121,9 +121,8 @@ class Keeper:
             address = self._listener.getsockname()[0]
             self._cause = None
             self._store = serve(address)  # a fresh one: what a life leaves in it can hang the next one
-            self._life += 1
             machines = len(self._taking_part) + 1
-            place = Place(self._life, 0, machines, layout.devices, restarts, address, self._store.port)
+            place = Place(0, machines, layout.devices, restarts, address, self._store.port)
             for number, guest in enumerate(self._taking_part, 1):
                 guest.card = guest.outcome = None
                 guest.wire.send(begins=asdict(place) | {"machine": number})
@@ -135,7 +134,7 @@ class Keeper:
         """Whether workers may connect to the store; `forked`: all of this machine run."""
         with self._noted:
             for guest in self._taking_part if forked else ():
-                guest.wire.send(serves=self._life)
+                guest.wire.send(serves=True)
         return forked
 
     def trouble(self) -> str:

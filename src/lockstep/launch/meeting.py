@@ -45,6 +45,11 @@ def meet(endpoint: str, again: bool = False) -> Meeting:
     return _met[endpoint]
 
 
+def meeting_of(num_nodes: int, endpoint: str | None) -> Meeting | None:
+    """As `meet`; None on one machine, and where others have started the workers."""
+    return meet(endpoint) if num_nodes > 1 and endpoint and not external_workers() else None
+
+
 def decide(
     what: str, make: Callable[[], Any], num_nodes: int = 1, endpoint: str | None = None, lasts: bool = True
 ) -> Any:
@@ -70,13 +75,12 @@ def decide(
         if refused:
             raise Refusal(refused)
         return json.loads(value)
-    if num_nodes > 1 and endpoint:
-        return meet(endpoint).decide(what, make)
-    return make()
+    meeting = meeting_of(num_nodes, endpoint)
+    return make() if meeting is None else meeting.decide(what, make)
 
 
 def keeps_run(num_nodes: int = 1, endpoint: str | None = None) -> bool:
     """Whether this process is the one that keeps the run's folder."""
     if external_workers():
         return environment().rank == 0
-    return not (num_nodes > 1 and endpoint and isinstance(meet(endpoint), Guest))
+    return not isinstance(meeting_of(num_nodes, endpoint), Guest)

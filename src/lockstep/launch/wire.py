@@ -28,14 +28,12 @@ class Place:
     """A machine's part in a life of the run, from its start to the end of its workers.
 
     Attributes:
-        life: counts these.
         machine, machines: this one's number, and how many there are; 0 keeps the run.
         devices: workers on each machine.
         restarts: lives before this one that failed.
         address, port: of the store at which the workers of all machines meet.
     """
 
-    life: int
     machine: int
     machines: int
     devices: int

@@ -14,14 +14,8 @@ from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 from lockstep.run.provenance import versions
 
-OWN = (
-    "outputs",
-    "data_dir",
-    "rdzv_endpoint",
-    "resume",
-    "threads",
-    "num_workers",
-)  # keys that a machine may have its way
+# Keys that each machine may have its own way.
+OWN = ("outputs", "data_dir", "rdzv_endpoint", "resume", "threads", "num_workers")
 
 
 def card(config: Config, splits: Any) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lockstep.launch.guest import Guest, KeeperLost
 from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.machine import computes_bf16
-from lockstep.launch.meeting import meet
+from lockstep.launch.meeting import meet, meeting_of
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.wire import Place
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
@@ -60,7 +60,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     if external_workers() > 1:
         must_be_alike(card(config, splits))
-    meeting = meet(config.rdzv_endpoint) if config.layout.num_nodes > 1 and config.rdzv_endpoint else None
+    meeting = meeting_of(config.layout.num_nodes, config.rdzv_endpoint)
     if isinstance(meeting, Guest):
         return _follow(meeting, work, config, splits, folder)
     before, saved = summary_of(folder), _saved(folder)
@@ -85,12 +85,13 @@ def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, spli
     under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each. `pieces` stay,
     so every layout takes the same steps."""
     asked, now, restarts, left = config.layout, config, 0, config.max_restarts
+    mine = card(config, splits) if meeting is not None else {}
     while True:
         place = None
         if meeting is not None:
             wanted = replace(now.layout, num_nodes=asked.num_nodes)
             fewer = config.elastic and restarts > 0
-            place = meeting.begin(card(config, splits), wanted, restarts, config.machine_timeout, fewer)
+            place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer)
             now = laid_out(config, place.machines, now.layout.devices)
         raised: BaseException | None = None
         try:
@@ -128,9 +129,10 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
     Raises:
         Refusal, WorkerFailed, Interrupted: what ended it.
     """
+    mine = card(config, splits)
     while True:
         try:
-            place = meeting.begin(card(config, splits), config.machine_timeout)
+            place = meeting.begin(mine, config.machine_timeout)
         except KeeperLost as lost:
             if not (config.max_restarts or config.elastic):
                 raise WorkerFailed(str(lost)) from None
