@@ -29,6 +29,19 @@ from lockstep.launch.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
+# A run to be struck: its steps take milliseconds, and it saves after every third.
+STRUCK = (
+    "data=synthetic",
+    "data.samples=415",
+    "data.image_size=12",
+    "data.num_classes=3",
+    "model.dropout=0.25",
+    "batch_size=32",
+    "max_epochs=24",
+    "checkpoint_every=3",
+    "logger=none",
+    "threads=1",
+)
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
 settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
@@ -262,6 +275,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
     (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three machines (several.py); the test is skipped where they can't be made."""
+    from machines import Machines, NoMachines
+    from several import Site
+
+    try:
+        with Machines(3) as made:
+            yield Site(made, tmp_path_factory.mktemp("site"))
+    except NoMachines as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(autouse=True)

@@ -11,23 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Process, Run, summary_of, wait_for
+from conftest import ROOT, STRUCK, Process, Run, summary_of, wait_for
 from machines import Machines
 
-JOB = (
-    "data=synthetic",
-    "data.samples=415",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "model.dropout=0.25",
-    "batch_size=32",
-    "max_epochs=24",
-    "checkpoint_every=3",
-    "logger=none",
-    "threads=1",
-    "exact=true",
-    "pieces=4",
-)
+JOB = (*STRUCK, "exact=true", "pieces=4")
 
 SLOW = """
 import time

@@ -6,25 +6,14 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import Program, Run, summary_of, wait_for, workers_of
-from machines import Machines, NoMachines
 from several import JOB, Site, ended_well, stop
 
 pytestmark = pytest.mark.slow
 SHORT = ("max_epochs=2",)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    try:
-        with Machines(3) as made:
-            yield Site(made, tmp_path_factory.mktemp("site"))
-    except NoMachines as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")

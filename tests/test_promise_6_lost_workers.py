@@ -11,20 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from conftest import STRUCK as JOB
 from conftest import Process, Program, Run, of_process, wait_for, workers_of
-
-JOB = (
-    "data=synthetic",
-    "data.samples=415",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "model.dropout=0.25",
-    "batch_size=32",
-    "max_epochs=24",
-    "checkpoint_every=3",
-    "logger=none",
-    "threads=1",
-)
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import Program, Run, wait_for, workers_of
-from machines import Machines, NoMachines
 from several import JOB, Site, ended_well
 
 pytestmark = pytest.mark.slow
 LONG = ("max_epochs=100000", "checkpoint_every=20")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    try:
-        with Machines(3) as made:
-            yield Site(made, tmp_path_factory.mktemp("site"))
-    except NoMachines as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.fixture(autouse=True)
