@@ -78,9 +78,10 @@ class Guest:
             KeeperLost: nobody is there to say.
         """
         self._timeout = timeout
-        self._wire.send(card=dict(card), run=self._run)
         waits = Wait(self._noted)
         with ending_at_once(), self._noted:
+            if not self._ended:  # else `_run` is the next one's already, and the card this one's
+                self._wire.send(card=dict(card), run=self._run)
             while self._place is None:
                 if self._ended and self._ended.kind == "completed":
                     self._ended = None

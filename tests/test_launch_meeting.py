@@ -1,0 +1,35 @@
+"""Two machines' parents, in one process: what one brings belongs to one run of a sweep."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+from conftest import free_port
+
+from lockstep.arithmetic.layout import Layout
+from lockstep.launch.endings import Outcome
+from lockstep.launch.guest import Guest
+from lockstep.launch.keeper import Keeper
+from lockstep.launch.network import listening
+
+
+def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one() -> None:
+    """The guest's workers end after the keeper has said that the run is completed; the next run has another seed."""
+    port = free_port()
+    keeper = Keeper(cast(Any, listening("127.0.0.1", port)), f"127.0.0.1:{port}")
+    guest = Guest("127.0.0.1", port, f"127.0.0.1:{port}")
+    layout = cast(Layout, SimpleNamespace(num_nodes=2, devices=1))
+    with ThreadPoolExecutor() as pool:
+        for seed in ("0", "1", "2"):
+            kept = pool.submit(keeper.begin, {"seed": seed}, layout, 0, 10.0, False)
+            time.sleep(0.5)  # the keeper is ready first
+            place = guest.begin({"seed": seed}, 10)
+            assert place is not None
+            assert place.port == kept.result().port
+            keeper.end(Outcome("completed"))
+            time.sleep(0.5)  # its workers end later than it hears of the end
+            guest.settle(Outcome("completed"))
+            assert guest.begin({"seed": seed}, 10) is None
