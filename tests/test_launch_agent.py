@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,27 +58,19 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
         launch(refused_in_a_loader, layout=ALONE)
 
 
-def killed_when_done(seconds: float) -> str:
-    """Returns, and is killed before the agent has told it that its result has arrived."""
+def killed(seconds: float) -> str:
+    """Is killed `seconds` after its result is there."""
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if not seconds:
+        time.sleep(60)
     return "done"
 
 
-def test_a_worker_that_is_killed_when_it_is_done_does_not_hang_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """multiprocessing's Event waits for ever for a waiter that was killed: seen in one of about ten of these."""
-    monkeypatch.setattr(watchdog, "ORPHANED", 1.0)
-    resource_tracker.ensure_running()  # a child of ours that is no worker, nor is this one
-    with subprocess.Popen(["sleep", "600"]) as other:
-        try:
-            _killed_when_done()
-        finally:
-            other.kill()
-
-
-def _killed_when_done() -> None:
-    for milliseconds in range(10, 60, 5):
-        with pytest.raises(WorkerFailed, match="killed"):
-            launch(killed_when_done, milliseconds / 1000, layout=ALONE)
+def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
+    with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL$"):
+        launch(killed, 0, layout=ALONE)
+    for milliseconds in range(100, 150, 10):
+        assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
 
 
 def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one() -> Non
     port = free_port()
     keeper = Keeper(cast(Any, listening("127.0.0.1", port)), f"127.0.0.1:{port}")
     guest = Guest("127.0.0.1", port, f"127.0.0.1:{port}")
-    layout = cast(Layout, SimpleNamespace(num_nodes=2, devices=1))
+    layout = cast(Layout, SimpleNamespace(num_nodes=2, world_size=2))
     with ThreadPoolExecutor() as pool:
         for seed in ("0", "1", "2"):
             kept = pool.submit(keeper.begin, {"seed": seed}, layout, 0, 10.0, False)

@@ -43,10 +43,10 @@ def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple
 
 
 def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **how: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "_launch", interrupted)
+    monkeypatch.setattr(runs, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         runs.run_in_workers(interrupted, check(dict(compose())), SimpleNamespace(train=range(640)), tmp_path)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")

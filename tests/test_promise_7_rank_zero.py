@@ -104,7 +104,7 @@ def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
-    monkeypatch.setattr(runs, "_launch", lambda *launched: None)
+    monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
     for has_bf16 in (True, False):
         monkeypatch.setattr(runs, "computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
         monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)

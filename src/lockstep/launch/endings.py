@@ -1,8 +1,12 @@
-"""How a run ends, as what is raised and as what is told to other machines."""
+"""How a run ends, as what is raised, and as what is told to a worker's parent and to other machines."""
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.signals import Interrupted
@@ -17,10 +21,6 @@ class WorkerFailed(Exception):
 
     steps = 0
     victim = False
-
-
-class PeerLost(Exception):
-    """A worker's connection to another one ended: the other one has the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Outcome:
             return Refusal(self.text)
         error = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
         error.steps = self.steps
+        if isinstance(error, WorkerFailed):
+            error.victim = self.kind == "victim"
         return error
 
 
@@ -58,3 +60,28 @@ def outcome_of(error: BaseException | None) -> Outcome:
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return Outcome("interrupted", str(error), getattr(error, "code", 130) - 128, steps)
     return Outcome("victim" if getattr(error, "victim", False) else "failed", str(error), steps=steps)
+
+
+def own_words(message: str) -> str:
+    """The first line of a message; of what torch hands on from another process or thread, which holds the whole
+    traceback from there, the line that says what was raised."""
+    if "\nOriginal Traceback (most recent call last):" in message:
+        end = message.rpartition('\n  File "')[2].splitlines()[1:]
+        found = next((line for line in end if line and not line.startswith(" ")), message)
+        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
+    return (message.strip().splitlines() or ["no reason given"])[0]
+
+
+def users_line(trace: str) -> str:
+    """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    found = [
+        (file, line, function)
+        for file, line, function in re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+        if not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    ]
+    if not found:
+        return ""
+    file, line, function = found[-1]
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line} in {function}; "

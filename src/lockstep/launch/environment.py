@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 
 # Our own variables, for the processes that this one starts.
-RESTARTS = "LOCKSTEP_RESTARTS"  # of this run's workers by their parent; the agent counts its own
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
 SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a moment: lockstep.launch.scratch
 
@@ -71,7 +70,7 @@ def environment() -> Environment:
         master_addr=told.get("MASTER_ADDR", ""),
         master_port=int(told.get("MASTER_PORT", "0")),
         agent_store=told.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(told.get(RESTARTS, "0")),
+        restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
         started=float(told.get(STARTED, time.time())),
         scratch=told.get(SCRATCH, ""),
         slurm_job=told.get("SLURM_JOB_ID"),
@@ -110,11 +109,9 @@ def export(**variables: str) -> None:
 
 @contextmanager
 def environment_kept() -> Iterator[None]:
-    """The agent leaves variables and signal handlers behind; a sweep's next job must not see them."""
+    """A run leaves variables and signal handlers behind; a sweep's next job must not see them."""
     variables = dict(os.environ)
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT)
-    }
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.launch.environment import environment, external_workers, slurm_as_torchrun
-from lockstep.launch.network import interface_towards, resolved
+from lockstep.launch.network import bound, interface_towards, resolved
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -20,10 +20,15 @@ GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; lockstep.launch.watchdog 
 EXTERNAL_TIMEOUT = timedelta(minutes=10)  # where no parent of ours watches; NCCL's own default
 
 
+def has_group(layout: Layout) -> bool:
+    """Whether workers of a layout have a process group; ddp's single worker has one, too."""
+    return layout.strategy in ("ddp", "pipeline")
+
+
 def join_group(layout: Layout) -> None:
     """Starts the default process group of workers that the parent has launched, on the store that it serves."""
     import torch
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import TCPStore
 
     gpu = layout.accelerator == "gpu"
     if gpu:
@@ -31,7 +36,7 @@ def join_group(layout: Layout) -> None:
     address, port = environment().master_addr, environment().master_port
     store = TCPStore(address, port, environment().world_size, False, timeout=GROUP_TIMEOUT, wait_for_workers=False)
     _use_interface(address, several=layout.num_nodes > 1)
-    _start(gpu, PrefixStore("group", store), GROUP_TIMEOUT)
+    _start(gpu, store, GROUP_TIMEOUT)
 
 
 def join_external() -> None:
@@ -55,7 +60,7 @@ def join_external() -> None:
     _use_interface(address, several=here.local_world_size < world)
     agent = _agents_store()
     if here.rank == 0:
-        store = serve(address, 0 if agent else port)
+        store = serve(bound(address, 0 if agent else port))
         if agent:
             agent.set(f"{_run()}/port", str(store.port))
     else:
@@ -109,12 +114,11 @@ def _run() -> str:
     return f"lockstep/{environment().run_id}"
 
 
-def serve(address: str, port: int = 0) -> TCPStore:
-    """A store on a port (0: a free one) of this address only, where torch would listen on all that the machine has."""
+def serve(listener: socket.socket) -> TCPStore:
+    """A store on this socket only, where torch would listen on all addresses that the machine has."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = listener.getsockname()[1]
+    address, port, *_ = listener.getsockname()
     return TCPStore(
         address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )

@@ -35,7 +35,6 @@ class Guest:
         self._place: Place | None = None
         self._run = 0  # which one of a sweep
         self._decided = False  # whether the keeper has begun, and decides nothing more
-        self._serves = False  # whether workers may connect to the keeper's store
         self._ended: Outcome | None = None
         self._trouble = ""
         self._gone = ""
@@ -91,8 +90,8 @@ class Guest:
             place, self._place, self._trouble = self._place, None, ""
             return place
 
-    def may_connect(self, forked: bool) -> bool:
-        return self._serves
+    def serve(self) -> None:
+        """The keeper does."""
 
     def trouble(self) -> str:
         with self._noted:
@@ -132,9 +131,7 @@ class Guest:
         elif "decided" in message:
             self._decided = True
         elif "begins" in message:
-            self._place, self._serves = Place(**message["begins"]), False
-        elif "serves" in message:
-            self._serves = True
+            self._place = Place(**message["begins"])
         elif "trouble" in message:
             self._trouble = str(message["trouble"])
         elif "ended" in message:

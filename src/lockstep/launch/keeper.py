@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout, Refusal, counted, listed
 from lockstep.launch.endings import Outcome
 from lockstep.launch.group import serve
+from lockstep.launch.network import LOOPBACK, bound
 from lockstep.launch.signals import ending_at_once
 from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wait, Wire, difference, outcome_told
 
@@ -48,11 +49,11 @@ class Keeper:
     """The machine that keeps the run: its folder, checkpoints and dashboards.
 
     Args:
-        listener: where guests connect.
+        listener: where guests connect; None: there are none.
         endpoint: its address as it was given, for messages.
     """
 
-    def __init__(self, listener: socket.socket, endpoint: str) -> None:
+    def __init__(self, listener: socket.socket | None = None, endpoint: str = "") -> None:
         self._listener, self._endpoint = listener, endpoint
         self._noted = threading.Condition(threading.RLock())
         self._said: dict[str, Any] = {}
@@ -63,7 +64,8 @@ class Keeper:
         self._timeout = JOINING
         self._run = 0  # runs that have ended, of a sweep
         self._cause: Outcome | None = None  # why it failed
-        threading.Thread(target=self._accept, daemon=True).start()
+        if listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     # --- before the run ---
 
@@ -85,7 +87,14 @@ class Keeper:
                     guest.wire.send(said={what: value})
         return self._said[what]
 
-    def begin(self, card: Mapping[str, str], layout: Layout, restarts: int, timeout: float, fewer: bool) -> Place:
+    def begin(
+        self,
+        card: Mapping[str, str],
+        layout: Layout,
+        restarts: int = 0,
+        timeout: float = JOINING,
+        fewer: bool = False,
+    ) -> Place:
         """Waits for `layout.num_nodes` machines; then all begin a life of the run.
 
         Args:
@@ -118,11 +127,11 @@ class Keeper:
             self._taking_part, self._wanted = ready[: layout.num_nodes - 1], layout.num_nodes
             for guest in ready[layout.num_nodes - 1 :]:
                 self._answer(guest)
-            address = self._listener.getsockname()[0]
+            address = self._listener.getsockname()[0] if self._listener else LOOPBACK
             self._cause = None
-            self._store = serve(address)  # a fresh one: what a life leaves in it can hang the next one
-            machines = len(self._taking_part) + 1
-            place = Place(0, machines, layout.devices, restarts, address, self._store.port)
+            self._at = bound(address)  # of a fresh store: what a life leaves in it can hang the next one
+            machines, workers = len(self._taking_part) + 1, layout.world_size // layout.num_nodes
+            place = Place(0, machines, workers, restarts, address, self._at.getsockname()[1])
             for number, guest in enumerate(self._taking_part, 1):
                 guest.card = guest.outcome = None
                 guest.wire.send(begins=asdict(place) | {"machine": number})
@@ -130,12 +139,11 @@ class Keeper:
 
     # --- while workers run: asked by the thread that watches them ---
 
-    def may_connect(self, forked: bool) -> bool:
-        """Whether workers may connect to the store; `forked`: all of this machine run."""
-        with self._noted:
-            for guest in self._taking_part if forked else ():
-                guest.wire.send(serves=True)
-        return forked
+    def serve(self) -> None:
+        """Opens the store where workers meet. Not before all of this machine run: its thread looks up the name of who
+        connects, and a worker forked in that moment inherits glibc's resolver locked, for ever. Who comes earlier
+        waits."""
+        self._store = serve(self._at)
 
     def trouble(self) -> str:
         """Why this machine's workers can't go on; empty where they can."""
@@ -209,10 +217,10 @@ class Keeper:
         guest.card = None
         guest.wire.send(ended=asdict(Outcome("refused", why)), run=self._run)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             with suppress(OSError):
-                connection, (address, *_) = self._listener.accept()
+                connection, (address, *_) = listener.accept()
                 Wire(connection, self._noted, partial(self._hear, address))
 
     def _hear(self, address: str, wire: Wire, message: Message) -> None:

@@ -58,8 +58,7 @@ def resolved(host: str, port: int) -> str:
 
 def address_towards(address: str) -> str:
     """This machine's own address as `address` sees it: that of the interface which leads there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
@@ -89,12 +88,20 @@ def _interfaces() -> list[tuple[str, str]]:
     return found
 
 
+def bound(address: str, port: int = 0) -> socket.socket:
+    """A socket on a port (0: a free one) that hears who connects to this address, and to no other one of this
+    machine."""
+    return socket.create_server((address, port), family=_family(address))
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def listening(address: str, port: int) -> socket.socket | None:
-    """A socket that hears who connects to this address, and to no other one of this machine; None where the address is
-    another machine's, or somebody listens there already."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """As `bound`; None where the address is another machine's, or somebody listens there already."""
     try:
-        return socket.create_server((address, port), family=family)
+        return bound(address, port)
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None

@@ -18,15 +18,6 @@ def set_parent_death_signal(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def alive(pid: int | str) -> bool:
-    """Whether there is a process of this id."""
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def end_children() -> None:
     """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
     them at exit, and then wait for them for ever."""

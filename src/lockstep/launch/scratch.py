@@ -21,7 +21,6 @@ def scratch_folder() -> Iterator[str]:
     """A folder where temporary files usually lie; where that has so long a name that the data loaders' sockets don't
     fit (they would hang), in /tmp.
 
-    While it lasts, this process's temporary files go there too: torch makes one for each worker's error, and leaves it.
     Its lock is held by this process and its forks, so a folder that nobody holds was left by processes that were
     killed: the next run on the machine removes it, when it begins or (they may not be gone yet) when it ends.
     """
@@ -32,11 +31,9 @@ def scratch_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
-        before, tempfile.tempdir = tempfile.tempdir, folder
         try:
             yield folder
         finally:
-            tempfile.tempdir = before
             shutil.rmtree(folder, ignore_errors=True)
             _remove_left(place)
 

@@ -1,8 +1,6 @@
 """Every worker tells how far it is; the parent notices one that has gone silent, names it and ends it.
 
 A rank that hangs makes all others wait in their next collective, so the culprit is the one that is least far.
-The parent itself may hang: multiprocessing's Event, by which torch's agent tells the workers that it has their results,
-waits for ever for one that is killed just then. That is noticed here too.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ from numpy.typing import NDArray
 
 from lockstep.launch.environment import SCRATCH, environment, export
 from lockstep.launch.meeting import Meeting
-from lockstep.launch.processes import alive
 
-ORPHANED = 5.0  # seconds that an agent may go on without a worker
-OPEN = "open"  # the file in the gate that lets workers of several machines meet
 WAITS = -1  # in place of the micro-batch, see `patient`
 _beats: NDArray[np.float64] | None = None
 
@@ -86,18 +81,6 @@ def steps() -> int:
     return int(min((step for when, step, _, _ in beats if when), default=0))
 
 
-def gate() -> Path:
-    """A folder in which each worker leaves a file of its process id when it runs, see lockstep.launch.worker."""
-    folder = Path(environment().scratch, "forked")
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def forked() -> int:
-    """Workers of this machine that run."""
-    return sum(alive(pid) for pid in os.listdir(gate()) if pid != OPEN)
-
-
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
@@ -109,25 +92,10 @@ def leave() -> None:
 def _runs(pid: float) -> bool:
     """False for a process that is stopped or sleeps uninterruptibly (Linux): the first suspect among equals."""
     try:
-        return _state(int(pid)) not in "TtD"
+        state = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0]  # a letter, see proc(5)
+        return state not in "TtD"
     except (OSError, IndexError):
         return True
-
-
-def _state(pid: int | str) -> str:
-    """A process's state as one letter, see proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _children(parent: int) -> set[str] | None:
-    """The children of this process's main thread that run, without multiprocessing's own; None where nobody knows (not
-    on Linux, or one has just ended)."""
-    try:
-        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        running = {pid for pid in listed if _state(pid) not in "ZX"}
-        return {pid for pid in running if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    except OSError:
-        return None
 
 
 class _Watch:
@@ -141,27 +109,15 @@ class _Watch:
         self.pause = min(1.0, timeout / 4)
         self.found: dict[int, str] = {}
         self.done = threading.Event()
-        self.parent = os.getpid()
-        self.others = _children(self.parent) or set()  # that are nothing to the agent
-        self.busy = time.monotonic()  # when a worker was last seen
         self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
 
     def run(self) -> None:
-        while self.meeting is not None and not self.done.wait(0.05):
-            if self.meeting.may_connect(forked() == len(self.names)):
-                (gate() / OPEN).touch()
-                break
-            self._follow(self.meeting)
         looked = time.time()
         while not self.done.wait(self.pause):
             last, looked = looked, time.time()
             if looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
-                self.busy = time.monotonic()
                 told = self.table[:, 0]
                 self.table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
-            if self._orphaned():
-                os.kill(self.parent, signal.SIGQUIT)
-                return
             self._end_silent(looked)
             if self.meeting is not None:
                 self._follow(self.meeting)
@@ -181,13 +137,6 @@ class _Watch:
                 self.found[pid] = why
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
-
-    def _orphaned(self) -> bool:
-        """Whether the agent has waited long enough for workers that are gone."""
-        children = _children(self.parent)
-        if children is None or children - self.others:
-            self.busy = time.monotonic()
-        return time.monotonic() - self.busy > ORPHANED
 
     def _end_silent(self, looked: float) -> None:
         """Ends the least advanced worker when it has told nothing for too long."""

@@ -29,14 +29,14 @@ class Place:
 
     Attributes:
         machine, machines: this one's number, and how many there are; 0 keeps the run.
-        devices: workers on each machine.
+        workers: on each machine.
         restarts: lives before this one that failed.
         address, port: of the store at which the workers of all machines meet.
     """
 
     machine: int
     machines: int
-    devices: int
+    workers: int
     restarts: int
     address: str
     port: int
