@@ -18,6 +18,7 @@ from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.launch import logs, watchdog
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
+from lockstep.launch.scratch import scratch_folder
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.supervisor import run_in_workers
@@ -94,24 +95,28 @@ def test_workers_of_others_are_started_again_by_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stood_still_together_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z, or a machine that sleeps: the parent, too, was away. A worker that is silent by itself is ended."""
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     away = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
     monkeypatch.setattr(watchdog, "time", clock)
     try:
-        with watchdog.watching(str(tmp_path), ["rank 0"], timeout=2.0) as silent:
+        with scratch_folder() as folder:
+            watch = watchdog.Watch(folder, ["rank 0"], timeout=2.0)
             watchdog.join(0)
             watchdog.beat(7)
             assert watchdog._beats is not None
             watchdog._beats[3] = worker.pid
             away = 1000.0
             while watchdog._beats[0] < time.time() + away / 2:  # until that was noticed
-                time.sleep(0.01)
+                watch.look()
             assert worker.poll() is None
-            assert worker.wait(timeout=60) == -signal.SIGKILL
-        assert "silent for 2 s in step 8" in silent[worker.pid]
+            until = time.monotonic() + 60
+            while worker.poll() is None and time.monotonic() < until:
+                watch.look()
+        assert worker.returncode == -signal.SIGKILL
+        assert "silent for 2 s in step 8" in watch.found[worker.pid]
     finally:
         watchdog.leave()
         worker.kill()

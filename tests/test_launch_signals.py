@@ -13,7 +13,6 @@ import pytest
 from conftest import python, summary_of
 
 from lockstep.callbacks import preemption
-from lockstep.launch.environment import environment_kept
 from lockstep.launch.signals import forwarding
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
@@ -67,6 +66,6 @@ def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.Monkey
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])
-    with environment_kept(), forwarding() as received:
+    with forwarding() as received:
         signal.raise_signal(signal.SIGTERM)
     assert received == [signal.SIGTERM]

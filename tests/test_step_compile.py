@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import watchdog
+from lockstep.launch.scratch import scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -102,15 +104,18 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("busy", ["compiles and writes", "stops", "nothing"])
-def test_silence_is_noticed_where_nobody_compiles_or_writes(tmp_path: Path, busy: str) -> None:
+def test_silence_is_noticed_where_nobody_compiles_or_writes(busy: str) -> None:
     context = multiprocessing.get_context("spawn")
-    with watchdog.watching(str(tmp_path), ["rank 0", "rank 1"], timeout=1.5) as found:
+    with scratch_folder() as folder:
+        watch = watchdog.Watch(folder, ["rank 0", "rank 1"], timeout=1.5)
         together = context.Barrier(2)
         workers = [context.Process(target=silent, args=(rank, busy, together)) for rank in range(2)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        while any(worker.is_alive() for worker in workers):
+            watch.look()
+            time.sleep(0.01)
+    found = watch.found
     if busy == "compiles and writes":
         assert not found, "the one that is busy, and the one that waits for it, live"
     else:

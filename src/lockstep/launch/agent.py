@@ -15,16 +15,16 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
-from lockstep.launch import logs, watchdog, worker
+from lockstep.launch import logs, worker
 from lockstep.launch.endings import Outcome, WorkerFailed
-from lockstep.launch.environment import environment_kept, external_workers
+from lockstep.launch.environment import external_workers
 from lockstep.launch.group import has_group, join_external
 from lockstep.launch.interpreter import imported
 from lockstep.launch.keeper import Keeper
@@ -32,7 +32,7 @@ from lockstep.launch.meeting import Meeting
 from lockstep.launch.processes import end_children
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, forwarding
-from lockstep.launch.watchdog import watching
+from lockstep.launch.watchdog import Watch
 from lockstep.launch.wire import Place
 from lockstep.launch.worker import Answer
 
@@ -80,72 +80,82 @@ def launch(
     here = f" on {platform.node()}" if layout.num_nodes > 1 else ""
     names = [f"rank {place.machine * place.workers + local_rank}{here}" for local_rank in range(place.workers)]
     context: Any = multiprocessing.get_context(start_method())
-    workers: list[tuple[Any, Connection]] = []
-    with (
-        environment_kept(),
-        forwarding() as received,
-        scratch_folder() as scratch,
-        watching(scratch, names, hang_timeout, meeting) as silent,
-        _told_of_killed(),
-    ):
+    workers: list[_Worker] = []
+    with forwarding() as received, scratch_folder() as scratch:
+        watch = Watch(scratch, names, hang_timeout, meeting)
         try:
-            for local_rank in range(place.workers):
-                hears, answers = context.Pipe(duplex=False)
-                told = (work, args, layout, place, local_rank, os.getpid(), answers)
+            for local_rank, name in enumerate(names):
+                hears, says = context.Pipe(duplex=False)
+                told = (work, args, layout, place, local_rank, os.getpid(), says)
                 process = context.Process(target=worker.run, args=told)
                 process.start()
-                workers.append((process, hears))
-                answers.close()
+                workers.append(_Worker(name, process, hears))
+                says.close()
             if has_group(layout):
                 meeting.serve()
-            ended = _answers(workers)
+            _wait(workers, watch)
+            first = min((w for w in workers if w.answer), key=lambda w: TELLING.index(w.answer.outcome.kind))
+            if first.answer.outcome.kind == "completed":
+                return first.answer.result
+            if received:
+                raise Interrupted(received[0])
+            raise _failure(first, watch)
+        except (Interrupted, WorkerFailed) as ended:  # killed workers write no summary: who hears of it hears this, too
+            ended.steps = watch.steps()
+            if sys.stderr.isatty():
+                sys.stderr.write("\x1b[?25h")  # the cursor, which a bar has hidden
+            raise
         finally:
-            _end([process for process, _ in workers])
-        first = min(ended, key=lambda number: (TELLING.index(ended[number].outcome.kind), number))
-        answer, pid = ended[first], workers[first][0].pid
-        outcome = answer.outcome
-        if outcome.kind == "completed":
-            return answer.result
-        if received:
-            raise Interrupted(received[0])
-        if pid in silent:
-            outcome = Outcome("victim" if meeting.trouble() else "failed", silent[pid])
-        elif outcome.signum == signal.SIGTERM:
-            raise Interrupted(signal.SIGTERM)
-        elif outcome.kind != "refused":
-            outcome = replace(outcome, text=f"{names[first]} {outcome.text}")
-        error = outcome.raised()
-        if answer.trace:
-            error.add_note(answer.trace)
-        raise error
+            _end([each.process for each in workers])
 
 
-def _answers(workers: Sequence[tuple[Any, Connection]]) -> dict[int, Answer]:
-    """What the workers said, by number: all of them, or those that did until one had failed."""
-    ended: dict[int, Answer] = {}
-    while len(ended) < len(workers):
-        wait([hears for number, (_, hears) in enumerate(workers) if number not in ended], timeout=0.05)
-        for number, (process, hears) in enumerate(workers):
-            if number not in ended and (answer := _answer(process, hears)):
-                ended[number] = answer
-        if any(answer.outcome.kind not in ("completed", "interrupted") for answer in ended.values()):
-            break
-    return ended
+@dataclass
+class _Worker:
+    """A worker as its parent knows it."""
+
+    name: str
+    process: Any
+    hears: Connection
+    answer: Any = None  # an Answer, as soon as it has ended or is about to
+
+    def listen(self) -> None:
+        """Takes its answer; where it has died without one, makes that."""
+        alive = self.process.is_alive()  # asked first: what it said before its end is there then
+        with suppress(EOFError):
+            if self.hears.poll():
+                self.answer = self.hears.recv()
+        if alive or self.answer:
+            return
+        code = self.process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
+        self.answer = Answer(Outcome("failed", how, signum=-code))
 
 
-def _answer(process: Any, hears: Connection) -> Answer | None:
-    """What a worker said, or how it ended without a word; None: it works."""
-    alive = process.is_alive()  # asked first: what it said before its end is there then
-    with suppress(EOFError):
-        if hears.poll():
-            said: Answer = hears.recv()
-            return said
-    if alive:
-        return None
-    code = process.exitcode
-    if code < 0:
-        return Answer(Outcome("failed", f"was killed by {signal.Signals(-code).name}", signum=-code))
-    return Answer(Outcome("failed", f"failed: exit code {code}"))
+def _wait(workers: Sequence[_Worker], watch: Watch) -> None:
+    """Until all have answered, or one has failed."""
+    while working := [each for each in workers if each.answer is None]:
+        watch.look()
+        wait([each.hears for each in working], timeout=0.05)
+        for each in working:
+            each.listen()
+        if any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers):
+            return
+
+
+def _failure(first: _Worker, watch: Watch) -> BaseException:
+    """What to raise for a worker that did not complete."""
+    outcome = first.answer.outcome
+    if first.process.pid in watch.found:
+        lost = watch.meeting is not None and watch.meeting.trouble()
+        outcome = Outcome("victim" if lost else "failed", watch.found[first.process.pid])
+    elif outcome.signum == signal.SIGTERM:
+        return Interrupted(signal.SIGTERM)
+    elif outcome.kind != "refused":
+        outcome = replace(outcome, text=f"{first.name} {outcome.text}")
+    error = outcome.raised()
+    if first.answer.trace:
+        error.add_note(first.answer.trace)
+    return error
 
 
 def _end(processes: Sequence[Any]) -> None:
@@ -156,19 +166,6 @@ def _end(processes: Sequence[Any]) -> None:
         process.join(max(0, until - time.monotonic()))
         process.kill()
         process.join()
-
-
-@contextmanager
-def _told_of_killed() -> Iterator[None]:
-    """What killed workers left undone: they write no summary, so who hears of it hears too how far they were; and one
-    that drew a bar has hidden the terminal's cursor."""
-    try:
-        yield
-    except (Interrupted, WorkerFailed) as ended:
-        ended.steps = watchdog.steps()
-        if sys.stderr.isatty():
-            sys.stderr.write("\x1b[?25h")
-        raise
 
 
 def start_method() -> str:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -105,17 +102,3 @@ def export(**variables: str) -> None:
     """Sets variables for this process and those that it starts."""
     os.environ.update(variables)
     environment.cache_clear()
-
-
-@contextmanager
-def environment_kept() -> Iterator[None]:
-    """A run leaves variables and signal handlers behind; a sweep's next job must not see them."""
-    variables = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        export(**variables)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -113,9 +113,7 @@ class Guest:
 
     def _lost(self) -> str:
         """How the keeper was lost, as it was noticed first; empty: it is here."""
-        if not self._gone and (self._wire.closed or self._wire.silent_for() > self._timeout):
-            how = "it closed the connection" if self._wire.closed else f"not a word of it for {self._timeout:g} s"
-            self._wire.close()
+        if not self._gone and (how := self._wire.lost(self._timeout)):
             self._gone = f"machine {self.keeper}, which keeps the run, was lost: {how}"
         return self._gone
 

@@ -35,15 +35,6 @@ class OtherMachine:
     card: dict[str, str] | None = None
     outcome: Outcome | None = None
 
-    def lost(self, timeout: float) -> str:
-        """How it was lost; empty: it is here."""
-        if self.wire.closed:
-            return "it closed the connection"
-        if self.wire.silent_for() > timeout:
-            self.wire.close()
-            return f"not a word of it for {timeout:g} s"
-        return ""
-
 
 class Keeper:
     """The machine that keeps the run: its folder, checkpoints and dashboards.
@@ -111,7 +102,7 @@ class Keeper:
             for guest in self._guests:
                 guest.wire.send(decided=True)
             while True:
-                self._guests = [guest for guest in self._guests if not guest.lost(timeout)]
+                self._guests = [guest for guest in self._guests if not guest.wire.lost(timeout)]
                 for guest in self._guests:
                     if guest.card is not None and (odd := difference(card, guest.card, guest.name)):
                         if not restarts:
@@ -149,7 +140,7 @@ class Keeper:
         """Why this machine's workers can't go on; empty where they can."""
         with self._noted:
             for guest in self._taking_part:
-                if guest.outcome is None and (how := guest.lost(self._timeout)):
+                if guest.outcome is None and (how := guest.wire.lost(self._timeout)):
                     self._blame(Outcome("failed", f"machine {guest.name} ({guest.address}) was lost: {how}"))
                 elif guest.outcome is not None:
                     self._blame(guest.outcome)
@@ -172,7 +163,7 @@ class Keeper:
         until = time.monotonic() + self._timeout + PATIENCE
         with ending_at_once(), self._noted:
             self._blame(own)
-            while not all(guest.outcome or guest.lost(self._timeout) for guest in self._taking_part):
+            while not all(guest.outcome or guest.wire.lost(self._timeout) for guest in self._taking_part):
                 if time.monotonic() > until:
                     break
                 self._noted.wait(0.2)

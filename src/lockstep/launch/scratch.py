@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from lockstep.launch.environment import SCRATCH, export
+
 PREFIX = "lockstep_"
 LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")  # bytes: a socket's path has 107
 
@@ -31,9 +33,11 @@ def scratch_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
+        export(**{SCRATCH: folder})  # for the workers
         try:
             yield folder
         finally:
+            export(**{SCRATCH: ""})
             shutil.rmtree(folder, ignore_errors=True)
             _remove_left(place)
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -25,12 +25,24 @@ class Interrupted(BaseException):
         self.code = 128 + signum
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
     """A worker's signal handler. It only remembers: a collective in a handler would meet other ranks in another one."""
     pending_signals.append(signum)
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
+    """While it lasts, signals are this handler's."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -54,12 +66,11 @@ def forwarding() -> Iterator[list[int]]:
                 say_ending()
         _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, handler)
-    try:
-        yield received
-    finally:
-        pending_signals.clear()
+    with handling(handler, *ENDING, signal.SIGUSR1):
+        try:
+            yield received
+        finally:
+            pending_signals.clear()
 
 
 @contextmanager
@@ -72,12 +83,8 @@ def ending_at_once() -> Iterator[None]:
     def handler(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling(handler, *ENDING):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def say_ending() -> None:

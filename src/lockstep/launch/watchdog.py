@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.launch.environment import SCRATCH, environment, export
+from lockstep.launch.environment import environment
 from lockstep.launch.meeting import Meeting
 
 WAITS = -1  # in place of the micro-batch, see `patient`
@@ -75,12 +75,6 @@ def _file(folder: str) -> Path:
     return Path(folder, "beats")
 
 
-def steps() -> int:
-    """Asked by the parent while it watches: optimizer steps that all workers have made."""
-    beats = np.fromfile(_file(environment().scratch)).reshape(-1, 4)
-    return int(min((step for when, step, _, _ in beats if when), default=0))
-
-
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
@@ -98,29 +92,44 @@ def _runs(pid: float) -> bool:
         return True
 
 
-class _Watch:
-    """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
+class Watch:
+    """What a parent looks at while its workers run. It ends the least advanced one when all progress has stopped, and
+    all of them when other machines can't go on.
 
-    def __init__(
-        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Meeting | None
-    ) -> None:
-        self.table, self.names, self.timeout, self.meeting = table, names, timeout, meeting
-        self.asked = False  # whether the workers were asked to end, for a machine that came back
-        self.pause = min(1.0, timeout / 4)
+    Args:
+        folder: the run's scratch folder, where the beats are kept in a small file.
+        names: of this machine's workers.
+        timeout: seconds without a beat of the least advanced worker.
+        meeting: what tells of other machines.
+
+    Attributes:
+        found: a message for each pid that it ended.
+    """
+
+    def __init__(self, folder: str, names: Sequence[str], timeout: float, meeting: Meeting | None = None) -> None:
+        self.table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
+        self.names, self.timeout, self.meeting = names, timeout, meeting
         self.found: dict[int, str] = {}
-        self.done = threading.Event()
+        self.asked = False  # whether the workers were asked to end, for a machine that came back
+        self.pause, self.due, self.looked = min(1.0, timeout / 4), time.monotonic(), time.time()
         self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
 
-    def run(self) -> None:
-        looked = time.time()
-        while not self.done.wait(self.pause):
-            last, looked = looked, time.time()
-            if looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
-                told = self.table[:, 0]
-                self.table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
-            self._end_silent(looked)
-            if self.meeting is not None:
-                self._follow(self.meeting)
+    def steps(self) -> int:
+        """Optimizer steps that all workers have made."""
+        return int(min((step for when, step, _, _ in self.table.tolist() if when), default=0))
+
+    def look(self) -> None:
+        """Called again and again; it looks once a second, or sooner for a short timeout."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + self.pause
+        last, self.looked = self.looked, time.time()
+        if self.looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
+            told = self.table[:, 0]
+            self.table[:, 0] = np.where((told > 0) & np.isfinite(told), self.looked, told)
+        self._end_silent(self.looked)
+        if self.meeting is not None:
+            self._follow(self.meeting)
 
     def _follow(self, meeting: Meeting) -> None:
         """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
@@ -161,29 +170,3 @@ class _Watch:
         self.table[:, 0] = np.where(waited, time.time(), 0)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def watching(
-    folder: str, names: Sequence[str], timeout: float, meeting: Meeting | None = None
-) -> Iterator[dict[int, str]]:
-    """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
-
-    Args:
-        folder: the run's scratch folder, where the beats are kept in a small file.
-        names: of this machine's workers.
-        timeout: seconds without a beat of the least advanced worker.
-        meeting: where there are several machines, what tells of the others.
-
-    Yields what was found: a message for each pid that was ended.
-    """
-    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
-    export(**{SCRATCH: folder})
-    watch = _Watch(table, names, timeout, meeting)
-    thread = threading.Thread(target=watch.run, daemon=True)
-    thread.start()
-    try:
-        yield watch.found
-    finally:
-        watch.done.set()
-        thread.join()

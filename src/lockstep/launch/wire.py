@@ -72,6 +72,15 @@ class Wire:
     def silent_for(self) -> float:
         return time.monotonic() - self.heard
 
+    def lost(self, timeout: float) -> str:
+        """How the other machine was lost, which is silent for `timeout` seconds at most; empty: it is here."""
+        if self.closed:
+            return "it closed the connection"
+        if self.silent_for() > timeout:
+            self.close()
+            return f"not a word of it for {timeout:g} s"
+        return ""
+
     def _listen(self) -> None:
         broken = (OSError, ValueError, TypeError, KeyError)  # the last three: what was sent is no message of ours
         with suppress(*broken), self._connection.makefile("rb") as lines:

@@ -25,10 +25,10 @@ from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import imported
 from lockstep.launch.processes import set_parent_death_signal
-from lockstep.launch.signals import Interrupted, say_ending
+from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending
 from lockstep.run.summary import conclude, summary_of
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = (*ENDING, signal.SIGUSR1)
 
 
 @dataclass
@@ -187,12 +187,8 @@ def _signals_passed_on(running: Mapping[int, Running], together: bool) -> Iterat
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid, signum)
 
-    before = {number: signal.signal(number, handler) for number in PASSED_ON}
-    try:
+    with handling(handler, *PASSED_ON):
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextmanager
