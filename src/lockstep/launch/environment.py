@@ -52,17 +52,16 @@ def environment() -> Environment:
     told = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in told
     slurm = not torchrun and int(told.get("SLURM_STEP_NUM_TASKS", "1")) > 1  # a batch script alone is no task of srun's
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    if torchrun:
-        ranks = {name: told.get(name, alone) for name, alone in ranks.items()}
-    elif slurm:
-        ranks |= {name: told.get(theirs, "0") for name, theirs in SLURM_NAMES.items() if name in ranks}
+
+    def number(name: str, alone: int) -> int:
+        return int(told.get(SLURM_NAMES.get(name, "") if slurm else name, alone)) if torchrun or slurm else alone
+
     return Environment(
         launcher="torchrun" if torchrun else "slurm" if slurm else None,
-        rank=int(ranks["RANK"]),
-        local_rank=int(ranks["LOCAL_RANK"]),
-        world_size=int(ranks["WORLD_SIZE"]),
-        local_world_size=int(ranks["LOCAL_WORLD_SIZE"]),
+        rank=number("RANK", 0),
+        local_rank=number("LOCAL_RANK", 0),
+        world_size=number("WORLD_SIZE", 1),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
         run_id=told.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=told.get("MASTER_ADDR", ""),
         master_port=int(told.get("MASTER_PORT", "0")),

@@ -128,27 +128,21 @@ def leave_group() -> None:
     """Ends the process group, if there is one."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def first_life(what: str, value: str) -> str:
-    """Rank zero's value, of external workers that torchrun starts again: that of their first start."""
-    if environment().rank == 0 and (agent := _agents_store()):
+    """Asked by rank zero of external workers: its value; where torchrun has started them again, that of their first
+    start."""
+    if agent := _agents_store():
         return agent.compare_set(f"{_run()}/{what}", "", value).decode()
     return value
 
 
 def of_rank_zero(value: T) -> T:
     """Rank zero's value, in a worker; of a process that is no worker, its own."""
-    import torch.distributed as dist
-
-    join_external()
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return of_ranks(value)[0]
 
 
 def of_ranks(value: T) -> list[T]:
@@ -156,7 +150,7 @@ def of_ranks(value: T) -> list[T]:
     import torch.distributed as dist
 
     join_external()
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)

@@ -79,12 +79,7 @@ class Keeper:
         return self._said[what]
 
     def begin(
-        self,
-        card: Mapping[str, str],
-        layout: Layout,
-        restarts: int = 0,
-        timeout: float = JOINING,
-        fewer: bool = False,
+        self, card: Mapping[str, str], layout: Layout, restarts: int = 0, timeout: float = JOINING, fewer: bool = False
     ) -> Place:
         """Waits for `layout.num_nodes` machines; then all begin a life of the run.
 

@@ -56,17 +56,11 @@ def resolved(host: str, port: int) -> str:
     return found[0]
 
 
-def address_towards(address: str) -> str:
-    """This machine's own address as `address` sees it: that of the interface which leads there."""
-    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 def interface_towards(address: str) -> str | None:
     """The network interface that leads to an IPv4 address; None where that can't be told."""
-    with suppress(OSError):
-        own = address_towards(address)
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = str(probe.getsockname()[0])
         if ip_address(own).is_loopback:
             return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         return next((name for name, found in _interfaces() if found == own), None)

@@ -5,7 +5,6 @@ A rank that hangs makes all others wait in their next collective, so the culprit
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -31,17 +30,10 @@ def beat(step: int, micro_batch: int = 0) -> None:
         _beats[:] = (time.time(), step, micro_batch, os.getpid())
 
 
-def compiling(begins: bool) -> None:
-    """Called by a worker when torch begins to compile, which may take longer than any step, and when it ends. Between
-    the two no silence is noticed on this machine: other workers may wait for this one."""
-    if _beats is not None:
-        _beats[0] = math.inf if begins else time.time()
-
-
 @contextmanager
 def patient() -> Iterator[None]:
-    """While a worker reads or writes what may take a slow disk or network longer than any step. A thread beats for it,
-    so that only a process that stands still as a whole is silent; others that wait for this one are not, either."""
+    """While a worker compiles, or reads or writes what may take a slow disk or network longer than any step. A thread
+    beats for it, so that only a process that stands still as a whole is silent; others that wait for this one are not, either."""
     if _beats is None:
         yield
         return
@@ -112,7 +104,7 @@ class Watch:
         self.found: dict[int, str] = {}
         self.asked = False  # whether the workers were asked to end, for a machine that came back
         self.pause, self.due, self.looked = min(1.0, timeout / 4), time.monotonic(), time.time()
-        self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
+        self.excused = 0.0  # when a worker that others may wait for was last seen `patient`
 
     def steps(self) -> int:
         """Optimizer steps that all workers have made."""
@@ -125,8 +117,7 @@ class Watch:
         self.due = time.monotonic() + self.pause
         last, self.looked = self.looked, time.time()
         if self.looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
-            told = self.table[:, 0]
-            self.table[:, 0] = np.where((told > 0) & np.isfinite(told), self.looked, told)
+            self.table[:, 0] = np.where(self.table[:, 0] > 0, self.looked, 0)
         self._end_silent(self.looked)
         if self.meeting is not None:
             self._follow(self.meeting)
@@ -156,8 +147,7 @@ class Watch:
         ]
         if not rows:
             return
-        waits = [when for _, micro_batch, _, when, _, _ in rows if micro_batch == WAITS or when == math.inf]
-        self.excused = max(self.excused, min(max(waits, default=0.0), time.time()))
+        self.excused = max([self.excused, *(when for _, micro_batch, _, when, _, _ in rows if micro_batch == WAITS)])
         step, _, _, when, rank, pid = min(rows)
         if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
             return

@@ -14,6 +14,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.meeting import decide
 from lockstep.run.arguments import key
@@ -81,8 +82,8 @@ def launch(
             raise cast(Exception, done._return_value)  # `return_value` would print before it raises
 
     def told(job: Job) -> dict[str, Any]:
-        met = (config.num_nodes, config.rdzv_endpoint)
-        return dict(decide(f"end of {job.number}", lambda: summary_of(job.folder), *met, lasts=False))
+        what = f"end of {job.number} in life {environment().restarts}"
+        return dict(decide(what, lambda: summary_of(job.folder), config.num_nodes, config.rdzv_endpoint))
 
     try:
         jobs.run_jobs(missing, start, progress.ended, places, told if inside else None)
