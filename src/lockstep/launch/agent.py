@@ -29,9 +29,8 @@ from lockstep.launch.group import has_group, join_external
 from lockstep.launch.interpreter import imported
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.meeting import Meeting
-from lockstep.launch.processes import end_children
 from lockstep.launch.scratch import scratch_folder
-from lockstep.launch.signals import Interrupted, forwarding
+from lockstep.launch.signals import Interrupted, end_children, forwarding
 from lockstep.launch.watchdog import Watch
 from lockstep.launch.wire import Place
 from lockstep.launch.worker import Answer

@@ -12,8 +12,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.endings import Outcome
-from lockstep.launch.signals import ending_at_once
-from lockstep.launch.wire import JOINING, PROTOCOL, Message, Place, Wait, Wire, outcome_told
+from lockstep.launch.wire import JOINING, PROTOCOL, Message, Place, Wire, outcome_told, waiting
 
 
 class KeeperLost(Exception):
@@ -39,20 +38,19 @@ class Guest:
         self._trouble = ""
         self._gone = ""
         self._timeout = JOINING
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             while True:
                 with suppress(OSError):
                     connection = socket.create_connection((address, port), timeout=2)
                     break
-                waits.a_moment(f"waiting for {endpoint}")
+                a_moment(f"waiting for {endpoint}")
             connection.settimeout(None)
             self._wire = Wire(connection, self._noted, self._hear)
             self._wire.send(hello=PROTOCOL, name=platform.node())
             while self._said is None:
                 if self._wire.closed:
                     raise Refusal(f"rdzv_endpoint={endpoint}: what listens there is no run of this version of Lockstep")
-                waits.a_moment(f"waiting for {endpoint}")
+                a_moment(f"waiting for {endpoint}")
 
     def decide(self, what: str, make: Callable[[], Any]) -> Any:
         """What the keeper decides; `make` is not called.
@@ -60,13 +58,12 @@ class Guest:
         Raises:
             Refusal: the keeper was refused, or was not started alike.
         """
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             while what not in (self._said or {}):
                 self._must_go_on()
                 if self._decided:
                     raise Refusal(f"machine {self.keeper} was started otherwise: it goes on with a run, or does not")
-                waits.a_moment(f"waiting for {self.keeper}")
+                a_moment(f"waiting for {self.keeper}")
             return (self._said or {})[what]
 
     def begin(self, card: Mapping[str, str], timeout: float) -> Place | None:
@@ -77,8 +74,7 @@ class Guest:
             KeeperLost: nobody is there to say.
         """
         self._timeout = timeout
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             if not self._ended:  # else `_run` is the next one's already, and the card this one's
                 self._wire.send(card=dict(card), run=self._run)
             while self._place is None:
@@ -86,7 +82,7 @@ class Guest:
                     self._ended = None
                     return None
                 self._must_go_on()
-                waits.a_moment(f"waiting for {self.keeper} to begin")
+                a_moment(f"waiting for {self.keeper} to begin")
             place, self._place, self._trouble = self._place, None, ""
             return place
 

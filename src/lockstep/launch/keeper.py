@@ -17,7 +17,7 @@ from lockstep.launch.endings import Outcome
 from lockstep.launch.group import serve
 from lockstep.launch.network import LOOPBACK, bound
 from lockstep.launch.signals import ending_at_once
-from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wait, Wire, difference, outcome_told
+from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wire, difference, outcome_told, waiting
 
 
 @dataclass(eq=False)
@@ -84,15 +84,14 @@ class Keeper:
         """Waits for `layout.num_nodes` machines; then all begin a life of the run.
 
         Args:
-            card: what must be the same on all machines, see lockstep.run.card.
+            card: what must be the same on all machines, see lockstep.run.provenance.
             timeout: seconds of silence after which a machine counts as lost.
             fewer: those that are here are enough.
 
         Raises:
             Refusal: a machine differs.
         """
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             self._card, self._timeout, self._wanted = dict(card), timeout, 0
             for guest in self._guests:
                 guest.wire.send(decided=True)
@@ -109,7 +108,7 @@ class Keeper:
                     break
                 missing = counted(layout.num_nodes - 1 - len(ready), "more machine")
                 here = f"; here: {listed(guest.name for guest in self._guests)}" * bool(self._guests)
-                waits.a_moment(f"waiting for {missing} at {self._endpoint}{here}")
+                a_moment(f"waiting for {missing} at {self._endpoint}{here}")
             self._taking_part, self._wanted = ready[: layout.num_nodes - 1], layout.num_nodes
             for guest in ready[layout.num_nodes - 1 :]:
                 self._answer(guest)

@@ -33,7 +33,8 @@ def beat(step: int, micro_batch: int = 0) -> None:
 @contextmanager
 def patient() -> Iterator[None]:
     """While a worker compiles, or reads or writes what may take a slow disk or network longer than any step. A thread
-    beats for it, so that only a process that stands still as a whole is silent; others that wait for this one are not, either."""
+    beats for it, so that only a process that stands still as a whole is silent; others that wait for it are not,
+    either."""
     if _beats is None:
         yield
         return

@@ -8,13 +8,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.endings import Outcome
+from lockstep.launch.signals import ending_at_once
 
 PROTOCOL = "lockstep 1"
 PATIENCE = 5.0  # seconds of waiting after which it is said for whom
@@ -103,25 +104,27 @@ class Wire:
             time.sleep(1)
 
 
-class Wait:
-    """A wait that says for whom after a while, and hears signals at once.
+@contextmanager
+def waiting(noted: threading.Condition) -> Iterator[Callable[[str], None]]:
+    """Holds `noted`, and hears signals at once. Yields what waits for a moment, and says for whom after a while.
 
     Raises:
-        Refusal: it was in vain.
+        Refusal: all of `JOINING` was in vain.
     """
+    began, said = time.monotonic(), ""
 
-    def __init__(self, noted: threading.Condition, limit: float = JOINING) -> None:
-        self.noted, self.began, self.limit, self.said = noted, time.monotonic(), limit, ""
-
-    def a_moment(self, text: str) -> None:
-        """`noted` is held."""
-        waited = time.monotonic() - self.began
-        if waited > PATIENCE and text != self.said:
+    def a_moment(text: str) -> None:
+        nonlocal said
+        waited = time.monotonic() - began
+        if waited > PATIENCE and text != said:
             print(text, file=sys.stderr, flush=True)
-            self.said = text
-        if waited > self.limit:
-            raise Refusal(f"{text}, for {self.limit / 60:g} minutes in vain")
-        self.noted.wait(0.2)
+            said = text
+        if waited > JOINING:
+            raise Refusal(f"{text}, for {JOINING / 60:g} minutes in vain")
+        noted.wait(0.2)
+
+    with ending_at_once(), noted:
+        yield a_moment
 
 
 def outcome_told(told: Mapping[str, Any]) -> Outcome:

@@ -16,8 +16,7 @@ from lockstep.launch import logs, watchdog
 from lockstep.launch.endings import Outcome, outcome_of, own_words, users_line
 from lockstep.launch.environment import environment, export
 from lockstep.launch.group import has_group, join_group, leave_group
-from lockstep.launch.processes import end_children, set_parent_death_signal
-from lockstep.launch.signals import Interrupted, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, end_children, pending_signals, record_signal, set_parent_death_signal
 from lockstep.launch.wire import Place
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first

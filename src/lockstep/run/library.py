@@ -21,8 +21,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import STARTED, export
 from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.processes import set_parent_death_signal
-from lockstep.launch.signals import ENDING, handling
+from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT

@@ -22,8 +22,8 @@ from lockstep.launch.meeting import meet, meeting_of
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.run.arguments import given
-from lockstep.run.card import card, must_be_alike
 from lockstep.run.config import Config, check
+from lockstep.run.provenance import card, must_be_alike
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 

@@ -24,8 +24,7 @@ from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import imported
-from lockstep.launch.processes import set_parent_death_signal
-from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending
+from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending, set_parent_death_signal
 from lockstep.run.summary import conclude, summary_of
 
 PASSED_ON = (*ENDING, signal.SIGUSR1)
