@@ -13,31 +13,20 @@ from lockstep.launch.signals import Interrupted
 
 
 class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`.
+    """A worker died. The message names the rank and the reason in one line."""
 
-    Attributes:
-        victim: it failed because it lost another one, which has the reason.
-    """
-
-    steps = 0
-    victim = False
+    steps = 0  # as in `Interrupted`
+    victim = False  # whether it failed because it lost another one, which has the reason
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a machine's workers ended, or the whole run.
+    """How a worker ended, a machine's workers, or the whole run."""
 
-    Attributes:
-        kind: `completed`, `failed`, `refused`, `interrupted`; or `victim`, which failed because others did.
-        text: the reason in one line.
-        signum: of the signal that interrupted it.
-        steps: optimizer steps that had been made.
-    """
-
-    kind: str
-    text: str = ""
-    signum: int = 0
-    steps: int = 0
+    kind: str  # `completed`, `failed`, `refused`, `interrupted`; or `victim`, which failed because others did
+    text: str = ""  # the reason in one line; of a worker's failure what follows its name
+    signum: int = 0  # of the signal that ended it
+    steps: int = 0  # optimizer steps that had been made
 
     def raised(self) -> BaseException:
         """What a run that ends like this raises."""

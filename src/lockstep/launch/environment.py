@@ -14,21 +14,9 @@ SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a mome
 
 @dataclass(frozen=True)
 class Environment:
-    """A process's place in a run. One that nobody has started as a worker is rank 0 of a world of one.
+    """A process's place in a run. One that nobody has started as a worker is rank 0 of a world of one."""
 
-    Attributes:
-        launcher: who has started this worker: `torchrun` (torch's agent, ours too), or `slurm` as one of several tasks.
-        agent_store: whether the agent's store is at the master's address.
-        restarts: times that this worker's group was started again.
-        started: `time.time()` when the command, or a sweep's job, began.
-        scratch: the folder of what the run's processes keep for a moment, where a parent has made one.
-        slurm_job: the batch job that this process is part of.
-        slurm_task: its number in there.
-        slurm_restarts: times that SLURM has started the job again.
-        own_cores: whether SLURM has given this worker cores of its own.
-    """
-
-    launcher: str | None
+    launcher: str | None  # of this worker: `torchrun` (our own parent, too), or `slurm` as one of several tasks
     rank: int
     local_rank: int
     world_size: int
@@ -36,14 +24,14 @@ class Environment:
     run_id: str
     master_addr: str
     master_port: int
-    agent_store: bool
-    restarts: int
-    started: float
-    scratch: str
-    slurm_job: str | None
-    slurm_task: int
-    slurm_restarts: int
-    own_cores: bool
+    agent_store: bool  # whether the store of torchrun's agent is at the master's address
+    restarts: int  # times that this worker's group was started again
+    started: float  # `time.time()` when the command, or a sweep's job, began
+    scratch: str  # the folder of what the run's processes keep for a moment, where a parent has made one
+    slurm_job: str | None  # the batch job that this process is part of
+    slurm_task: int  # its number in there
+    slurm_restarts: int  # times that SLURM has started the job again
+    own_cores: bool  # whether SLURM has given this worker cores of its own
 
 
 @cache

@@ -22,18 +22,13 @@ from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wi
 
 @dataclass(eq=False)
 class OtherMachine:
-    """Another machine, as the keeper knows it.
-
-    Attributes:
-        card: what it is ready to begin with; None: it isn't.
-        outcome: how its workers ended.
-    """
+    """Another machine, as the keeper knows it."""
 
     wire: Wire
     name: str
     address: str
-    card: dict[str, str] | None = None
-    outcome: Outcome | None = None
+    card: dict[str, str] | None = None  # what it is ready to begin with; None: it isn't
+    outcome: Outcome | None = None  # how its workers ended
 
 
 class Keeper:

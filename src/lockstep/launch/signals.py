@@ -15,13 +15,9 @@ from types import FrameType
 
 
 class Interrupted(BaseException):
-    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job.
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
 
-    Attributes:
-        steps: optimizer steps that the workers had made, where there were any.
-    """
-
-    steps = 0
+    steps = 0  # optimizer steps that the workers had made, where there were any
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")

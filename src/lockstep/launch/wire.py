@@ -26,20 +26,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """A machine's part in a life of the run, from its start to the end of its workers.
+    """A machine's part in a life of the run, from its start to the end of its workers."""
 
-    Attributes:
-        machine, machines: this one's number, and how many there are; 0 keeps the run.
-        workers: on each machine.
-        restarts: lives before this one that failed.
-        address, port: of the store at which the workers of all machines meet.
-    """
-
-    machine: int
+    machine: int  # this one's number; 0 keeps the run
     machines: int
-    workers: int
-    restarts: int
-    address: str
+    workers: int  # on each machine
+    restarts: int  # lives before this one that failed
+    address: str  # of the store at which the workers of all machines meet
     port: int
 
 

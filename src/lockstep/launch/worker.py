@@ -24,17 +24,11 @@ VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails
 
 @dataclass
 class Answer:
-    """What a worker tells its parent at its end.
-
-    Attributes:
-        outcome: how its work ended; of a failure the text goes on after the worker's name.
-        result: what the work returned.
-        trace: the traceback of a failure.
-    """
+    """What a worker tells its parent at its end."""
 
     outcome: Outcome
-    result: Any = None
-    trace: str = ""
+    result: Any = None  # what the work returned
+    trace: str = ""  # the traceback of a failure
 
 
 def run(

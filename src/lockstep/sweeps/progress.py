@@ -13,25 +13,16 @@ from lockstep.sweeps.jobs import Job
 
 @dataclass
 class Progress:
-    """What a sweep tells while it runs.
+    """What a sweep tells while it runs."""
 
-    Args:
-        total: jobs of the whole sweep.
-        metric: name in a summary's `metrics` by which the best is chosen.
-        mode: max or min.
-        at_once: jobs that run at the same time.
-        done: jobs that are over, of an earlier start too.
-        failed: those of this start that did not end well.
-    """
-
-    total: int
-    metric: str
-    mode: str
-    at_once: int = 1
-    done: int = 0
-    failed: int = 0
+    total: int  # jobs of the whole sweep
+    metric: str  # name in a summary's `metrics` by which the best is chosen
+    mode: str  # max or min
+    at_once: int = 1  # jobs that run at the same time
+    done: int = 0  # jobs that are over, of an earlier start too
+    failed: int = 0  # those of this start that did not end well
     best: tuple[float, int] | None = None  # value, job number
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # that each job of this start took
 
     def saw(self, number: int, summary: dict[str, Any]) -> float | None:
         """Takes down that a job is over, and returns its result; only a completed run can be the best."""
