@@ -18,6 +18,7 @@ from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.launch import logs, watchdog
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.scratch import scratch_folder
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -103,7 +104,7 @@ def test_what_stood_still_together_is_not_silent(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watchdog, "time", clock)
     try:
         with scratch_folder() as folder:
-            watch = watchdog.Watch(folder, ["rank 0"], timeout=2.0)
+            watch = watchdog.Watch(folder, ["rank 0"], timeout=2.0, meeting=Keeper())
             watchdog.join(0)
             watchdog.beat(7)
             assert watchdog._beats is not None

@@ -24,6 +24,7 @@ from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import watchdog
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.scratch import scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
@@ -106,7 +107,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
 def test_silence_is_noticed_where_nobody_compiles_or_writes(busy: str) -> None:
     context = multiprocessing.get_context("spawn")
     with scratch_folder() as folder:
-        watch = watchdog.Watch(folder, ["rank 0", "rank 1"], timeout=1.5)
+        watch = watchdog.Watch(folder, ["rank 0", "rank 1"], timeout=1.5, meeting=Keeper())
         together = context.Barrier(2)
         workers = [context.Process(target=silent, args=(rank, busy, together)) for rank in range(2)]
         for worker in workers:

@@ -145,8 +145,7 @@ def _failure(first: _Worker, watch: Watch) -> BaseException:
     """What to raise for a worker that did not complete."""
     outcome = first.answer.outcome
     if first.process.pid in watch.found:
-        lost = watch.meeting is not None and watch.meeting.trouble()
-        outcome = Outcome("victim" if lost else "failed", watch.found[first.process.pid])
+        outcome = Outcome("victim" if watch.meeting.trouble() else "failed", watch.found[first.process.pid])
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
     elif outcome.kind != "refused":

@@ -62,7 +62,7 @@ def join_external() -> None:
     if here.rank == 0:
         store = serve(bound(address, 0 if agent else port))
         if agent:
-            agent.set(f"{_run()}/port", str(store.port))
+            agent.set("port", str(store.port))
     else:
         port = _port(agent, address) if agent else port
         store = TCPStore(address, port, world, timeout=EXTERNAL_TIMEOUT, wait_for_workers=False)
@@ -86,11 +86,11 @@ def _use_interface(address: str, several: bool) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
-def _port(agent: TCPStore, address: str) -> int:
+def _port(agent: Store, address: str) -> int:
     """That of rank zero's store, as soon as somebody listens: what is told first may be a port of a group that died."""
     deadline = time.monotonic() + EXTERNAL_TIMEOUT.total_seconds()
     while True:
-        port = int(agent.get(f"{_run()}/port"))
+        port = int(agent.get("port"))
         try:
             socket.create_connection((address, port), timeout=10).close()
             return port
@@ -100,18 +100,16 @@ def _port(agent: TCPStore, address: str) -> int:
             time.sleep(0.05)
 
 
-def _agents_store() -> TCPStore | None:
-    """The store of the agent that started this worker, which outlives a group; None where rank zero must keep one."""
-    from torch.distributed import TCPStore
+def _agents_store() -> Store | None:
+    """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
+    must keep a store."""
+    from torch.distributed import PrefixStore, TCPStore
 
-    if not environment().agent_store:
+    here = environment()
+    if not here.agent_store:
         return None
-    return TCPStore(environment().master_addr, environment().master_port, is_master=False, timeout=EXTERNAL_TIMEOUT)
-
-
-def _run() -> str:
-    """Where in an agent's store its workers' keys are."""
-    return f"lockstep/{environment().run_id}"
+    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=EXTERNAL_TIMEOUT)
+    return PrefixStore(f"lockstep/{here.run_id}", store)
 
 
 def serve(listener: socket.socket) -> TCPStore:
@@ -136,7 +134,7 @@ def first_life(what: str, value: str) -> str:
     """Asked by rank zero of external workers: its value; where torchrun has started them again, that of their first
     start."""
     if agent := _agents_store():
-        return agent.compare_set(f"{_run()}/{what}", "", value).decode()
+        return agent.compare_set(what, "", value).decode()
     return value
 
 

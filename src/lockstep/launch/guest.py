@@ -53,11 +53,7 @@ class Guest:
                 a_moment(f"waiting for {endpoint}")
 
     def decide(self, what: str, make: Callable[[], Any]) -> Any:
-        """What the keeper decides; `make` is not called.
-
-        Raises:
-            Refusal: the keeper was refused, or was not started alike.
-        """
+        """What the keeper decides; `make` is not called. A Refusal where that was refused, or not started alike."""
         with waiting(self._noted) as a_moment:
             while what not in (self._said or {}):
                 self._must_go_on()

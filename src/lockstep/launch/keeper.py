@@ -56,11 +56,7 @@ class Keeper:
     # --- before the run ---
 
     def decide(self, what: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, for all machines.
-
-        Raises:
-            Refusal: `make`'s; all end with it.
-        """
+        """What `make` returns, for all machines; with a Refusal of its they all end."""
         if what not in self._said:
             try:
                 value = make()

@@ -16,11 +16,7 @@ SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
 
 
 def endpoint_of(text: str) -> tuple[str, int]:
-    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets.
-
-    Raises:
-        Refusal: it is neither a name nor an address with a port.
-    """
+    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets. A Refusal of anything else."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -75,9 +74,6 @@ def forwarding() -> Iterator[list[int]]:
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """While there is nothing to save: SIGTERM and Ctrl-C raise `Interrupted`, there and then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handler(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum)

@@ -99,7 +99,7 @@ class Watch:
         found: a message for each pid that it ended.
     """
 
-    def __init__(self, folder: str, names: Sequence[str], timeout: float, meeting: Meeting | None = None) -> None:
+    def __init__(self, folder: str, names: Sequence[str], timeout: float, meeting: Meeting) -> None:
         self.table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
         self.names, self.timeout, self.meeting = names, timeout, meeting
         self.found: dict[int, str] = {}
@@ -120,14 +120,9 @@ class Watch:
         if self.looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
             self.table[:, 0] = np.where(self.table[:, 0] > 0, self.looked, 0)
         self._end_silent(self.looked)
-        if self.meeting is not None:
-            self._follow(self.meeting)
-
-    def _follow(self, meeting: Meeting) -> None:
-        """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
-        if trouble := meeting.trouble():
+        if trouble := self.meeting.trouble():
             self._signal(signal.SIGKILL, trouble)
-        elif (back := meeting.returning()) and not self.asked:
+        elif (back := self.meeting.returning()) and not self.asked:
             self.asked = True
             print(f"machine {back} is here: saving, to go on with it", file=sys.stderr)
             self._signal(signal.SIGTERM)

@@ -99,11 +99,8 @@ class Wire:
 
 @contextmanager
 def waiting(noted: threading.Condition) -> Iterator[Callable[[str], None]]:
-    """Holds `noted`, and hears signals at once. Yields what waits for a moment, and says for whom after a while.
-
-    Raises:
-        Refusal: all of `JOINING` was in vain.
-    """
+    """Holds `noted`, and hears signals at once. Yields what waits for a moment: after a while it says for whom, and
+    after all of `JOINING` it is a Refusal."""
     began, said = time.monotonic(), ""
 
     def a_moment(text: str) -> None:

@@ -109,11 +109,8 @@ def _accelerator(keys: Keys) -> str:
 
 
 def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> None:
-    """What several machines need; known before one of them waits for the others.
-
-    Raises:
-        Refusal: dp, no rendezvous, or one that is no address, or that nobody else comes to.
-    """
+    """Refuses dp on several machines, no rendezvous, one that is no address, or that nobody else comes to; known before
+    one of them waits for the others."""
     if num_nodes == 1:
         if rdzv_endpoint:
             raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: one machine meets no other; give num_nodes=2 or more")

@@ -125,11 +125,7 @@ def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def must_be_alike(own: Mapping[str, str]) -> None:
-    """Compares what the ranks of workers that exist already have. Each of them calls it.
-
-    Raises:
-        Refusal: one differs from rank zero, on all ranks.
-    """
+    """Refuses, on all ranks of workers that exist already, one that differs from rank zero. Each of them calls it."""
     found = of_ranks((platform.node(), dict(own)))
     for rank, (name, theirs) in enumerate(found):
         if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):

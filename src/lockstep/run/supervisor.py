@@ -122,11 +122,8 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
 
 
 def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> None:
-    """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed.
-
-    Raises:
-        Refusal, WorkerFailed, Interrupted: what ended it.
-    """
+    """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed, or
+    raises what ended it."""
     mine = card(config, splits)
     while True:
         try:

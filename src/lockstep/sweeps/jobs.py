@@ -50,11 +50,8 @@ class Slot:
 
 
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
-    """Devices dealt to `jobs` jobs that run at once: runs of neighbours, the first ones get what is left over.
-
-    Raises:
-        Refusal: there are fewer GPUs than jobs; or, without any, fewer cores.
-    """
+    """Devices dealt to `jobs` jobs that run at once: runs of neighbours. Fewer GPUs than jobs, or, without any, fewer
+    cores, are a Refusal."""
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
         are = "is" if count == 1 else "are"
