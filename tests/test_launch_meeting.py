@@ -12,7 +12,6 @@ import pytest
 from conftest import free_port
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch import wire
 from lockstep.launch.endings import Outcome
 from lockstep.launch.guest import Guest
 from lockstep.launch.keeper import Keeper
@@ -21,7 +20,7 @@ from lockstep.launch.network import listening
 
 def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guest's workers end after the keeper has said that the run is completed; the next run has another seed."""
-    monkeypatch.setattr(wire, "ending_at_once", nullcontext)  # only a main thread can hear signals
+    monkeypatch.setattr("lockstep.launch.wire.ending_at_once", nullcontext)  # only a main thread can hear signals
     port = free_port()
     keeper = Keeper(cast(Any, listening("127.0.0.1", port)), f"127.0.0.1:{port}")
     guest = Guest("127.0.0.1", port, f"127.0.0.1:{port}")
