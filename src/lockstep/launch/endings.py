@@ -7,6 +7,7 @@ import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.signals import Interrupted
@@ -32,10 +33,8 @@ class Outcome:
         """What a run that ends like this raises."""
         if self.kind == "refused":
             return Refusal(self.text)
-        error = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps = self.steps
-        if isinstance(error, WorkerFailed):
-            error.victim = self.kind == "victim"
+        error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
+        error.steps, error.victim = self.steps, self.kind == "victim"
         return error
 
 

@@ -21,13 +21,12 @@ from lockstep.launch.environment import environment
 from lockstep.launch.meeting import Meeting
 
 WAITS = -1  # in place of the micro-batch, see `patient`
-_beats: NDArray[np.float64] | None = None
+_beats: NDArray[np.float64] = np.zeros(4)  # when, step, micro-batch and process; nobody looks before `join`
 
 
 def beat(step: int, micro_batch: int = 0) -> None:
     """Called by a worker at each micro-batch of a step, and at each batch of an evaluation."""
-    if _beats is not None:
-        _beats[:] = (time.time(), step, micro_batch, os.getpid())
+    _beats[:] = (time.time(), step, micro_batch, os.getpid())
 
 
 @contextmanager
@@ -35,9 +34,6 @@ def patient() -> Iterator[None]:
     """While a worker compiles, or reads or writes what may take a slow disk or network longer than any step. A thread
     beats for it, so that only a process that stands still as a whole is silent; others that wait for it are not,
     either."""
-    if _beats is None:
-        yield
-        return
     beats, micro_batch, done = _beats, _beats[2], threading.Event()
 
     def beat_on() -> None:
@@ -59,21 +55,18 @@ def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
     if folder := environment().scratch:
-        beats = np.asarray(np.memmap(_file(folder), dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
+        beats = np.asarray(
+            np.memmap(f"{folder}/beats", dtype=np.float64, mode="r+")
+        )  # faster to write to than np.memmap
         _beats = beats.reshape(-1, 4)[rank]
         beat(0)
-
-
-def _file(folder: str) -> Path:
-    return Path(folder, "beats")
 
 
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
-    if _beats is not None:
-        _beats[:] = 0
-        _beats = None
+    _beats[:] = 0
+    _beats = np.zeros(4)
 
 
 def _runs(pid: float) -> bool:
@@ -100,7 +93,7 @@ class Watch:
     """
 
     def __init__(self, folder: str, names: Sequence[str], timeout: float, meeting: Meeting) -> None:
-        self.table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
+        self.table = np.memmap(f"{folder}/beats", dtype=np.float64, mode="w+", shape=(len(names), 4))
         self.names, self.timeout, self.meeting = names, timeout, meeting
         self.found: dict[int, str] = {}
         self.asked = False  # whether the workers were asked to end, for a machine that came back
