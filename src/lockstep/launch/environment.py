@@ -66,18 +66,12 @@ def environment() -> Environment:
 
 os.register_at_fork(after_in_child=environment.cache_clear)  # a worker is told its rank after it was forked
 
-SLURM_NAMES = {
+SLURM_NAMES = {  # for torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
     "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
 }
-
-
-def slurm_as_torchrun() -> None:
-    """SLURM's names for ranks, as torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set."""
-    if environment().launcher == "slurm":
-        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
 
 
 def external_workers() -> int:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch.environment import environment, external_workers, slurm_as_torchrun
+from lockstep.launch.environment import SLURM_NAMES, environment, export, external_workers
 from lockstep.launch.network import bound, interface_towards, resolved
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def join_external() -> None:
 
     if external_workers() <= 1 or is_initialized():
         return
-    slurm_as_torchrun()
+    if environment().launcher == "slurm":
+        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
     here, world = environment(), environment().world_size
     gpu = torch.cuda.is_available()
     if gpu and here.local_rank < torch.cuda.device_count():  # who has none is refused later
