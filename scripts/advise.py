@@ -38,7 +38,7 @@ from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cores, gpu_count
 from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import real
+from lockstep.run.checks import Positive, checker
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from lockstep.run.summary import write_summary
@@ -74,7 +74,7 @@ class Choice:
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
     """Measures, and answers."""
-    seconds, link = real(above=0)("seconds", raw.pop("seconds")), raw.pop("link")
+    seconds, link = checker(Positive)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal("advise measures one machine, without torchrun")

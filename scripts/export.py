@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading import Spec
 from lockstep.run import cli
-from lockstep.run.checks import choice
+from lockstep.run.checks import checker
 from lockstep.run.evaluation import find_checkpoint
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
@@ -58,7 +58,7 @@ class Deployed(nn.Module):
 
 def export(raw: dict[str, Any], folder: Path) -> None:
     """Writes the file, reads it again, compares."""
-    form = choice("torch", "onnx")("format", raw.pop("format"))
+    form = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
     if missing:
         raise Refusal(

@@ -47,7 +47,7 @@ from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.launch.network import LOOPBACK
 from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import flag, whole
+from lockstep.run.checks import Flag, checker, whole
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
@@ -74,7 +74,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
     tail = raw.pop("tail")
     tail = None if tail is None else whole(1)("tail", tail)
-    differing = flag("differences", raw.pop("differences"))
+    differing = checker(Flag)("differences", raw.pop("differences"))
     config = check(raw)
     if config.layout.num_nodes > 1 or external_workers():
         raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")

@@ -44,8 +44,8 @@ from lockstep.run.arguments import quoted
 from lockstep.run.checks import ROOT
 from lockstep.run.summary import conclude, summary_of
 from lockstep.run.supervisor import train
+from lockstep.sweeps.grid import Progress
 from lockstep.sweeps.jobs import Job, Slot, in_place, run_jobs
-from lockstep.sweeps.progress import Progress
 
 OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}

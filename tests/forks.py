@@ -36,7 +36,6 @@ LIBRARIES = (
     "pydantic.dataclasses",
     "pydantic.json_schema",
     "tensorboard.plugins.hparams.plugin_data_pb2",
-    "torch.distributed.launcher.api",
     "torch.utils.tensorboard",
     "torchmetrics.classification",
     "torchvision",

@@ -11,17 +11,14 @@ from lockstep.launch import watchdog
 
 
 def silent(rank: int, busy: str, together: Any) -> None:
-    """What rank zero does, for which the other one waits: it `compiles and writes` to a slow disk; it `stops` while it
-    writes, or does `nothing`, and is silent until it is ended."""
+    """What rank zero does, for which the other one waits: it `writes` to a slow disk; it `stops` while it writes, or
+    does `nothing`, and is silent until it is ended."""
     together.wait()
     watchdog.join(rank)
-    if busy == "compiles and writes":
+    if busy == "writes":
         if rank == 0:
-            watchdog.compiling(True)
-            time.sleep(3)
-            watchdog.compiling(False)
             with watchdog.patient():
-                time.sleep(3)
+                time.sleep(6)
     elif rank == 0 and busy == "stops":
         with watchdog.patient():
             time.sleep(1)

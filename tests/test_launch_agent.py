@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,8 @@ from lockstep.arithmetic.layout import Refusal, resolve
 from lockstep.launch import logs, watchdog
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
+from lockstep.launch.keeper import Keeper
+from lockstep.launch.scratch import scratch_folder
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.supervisor import run_in_workers
@@ -59,27 +60,19 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
         launch(refused_in_a_loader, layout=ALONE)
 
 
-def killed_when_done(seconds: float) -> str:
-    """Returns, and is killed before the agent has told it that its result has arrived."""
+def killed(seconds: float) -> str:
+    """Is killed `seconds` after its result is there."""
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if not seconds:
+        time.sleep(60)
     return "done"
 
 
-def test_a_worker_that_is_killed_when_it_is_done_does_not_hang_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """multiprocessing's Event waits for ever for a waiter that was killed: seen in one of about ten of these."""
-    monkeypatch.setattr(watchdog, "ORPHANED", 1.0)
-    resource_tracker.ensure_running()  # a child of ours that is no worker, nor is this one
-    with subprocess.Popen(["sleep", "600"]) as other:
-        try:
-            _killed_when_done()
-        finally:
-            other.kill()
-
-
-def _killed_when_done() -> None:
-    for milliseconds in range(10, 60, 5):
-        with pytest.raises(WorkerFailed, match="killed"):
-            launch(killed_when_done, milliseconds / 1000, layout=ALONE)
+def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
+    with pytest.raises(WorkerFailed, match=r"^rank 0 was killed by SIGKILL$"):
+        launch(killed, 0, layout=ALONE)
+    for milliseconds in range(100, 150, 10):
+        assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
 
 
 def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,24 +96,27 @@ def test_workers_of_others_are_started_again_by_them(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stood_still_together_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stood_still_together_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z, or a machine that sleeps: the parent, too, was away. A worker that is silent by itself is ended."""
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     away = 0.0
     clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
     monkeypatch.setattr(watchdog, "time", clock)
     try:
-        with watchdog.watching(str(tmp_path), ["rank 0"], timeout=2.0) as silent:
+        with scratch_folder() as folder:
+            watch = watchdog.Watch(folder, ["rank 0"], timeout=2.0, meeting=Keeper())
             watchdog.join(0)
             watchdog.beat(7)
-            assert watchdog._beats is not None
             watchdog._beats[3] = worker.pid
             away = 1000.0
             while watchdog._beats[0] < time.time() + away / 2:  # until that was noticed
-                time.sleep(0.01)
+                watch.look()
             assert worker.poll() is None
-            assert worker.wait(timeout=60) == -signal.SIGKILL
-        assert "silent for 2 s in step 8" in silent[worker.pid]
+            until = time.monotonic() + 60
+            while worker.poll() is None and time.monotonic() < until:
+                watch.look()
+        assert worker.returncode == -signal.SIGKILL
+        assert "silent for 2 s in step 8" in watch.found[worker.pid]
     finally:
         watchdog.leave()
         worker.kill()

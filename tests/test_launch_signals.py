@@ -13,7 +13,6 @@ import pytest
 from conftest import python, summary_of
 
 from lockstep.callbacks import preemption
-from lockstep.launch.environment import environment_kept
 from lockstep.launch.signals import forwarding
 from lockstep.run import supervisor as runs
 from lockstep.run.config import check
@@ -43,10 +42,10 @@ def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple
 
 
 def test_ctrl_c_before_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **how: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "_launch", interrupted)
+    monkeypatch.setattr(runs, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         runs.run_in_workers(interrupted, check(dict(compose())), SimpleNamespace(train=range(640)), tmp_path)
     assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("interrupted", "interrupted by SIGINT")
@@ -67,6 +66,6 @@ def test_asked_to_end_at_the_moment_when_a_worker_has(monkeypatch: pytest.Monkey
     gone = subprocess.Popen(["true"])
     gone.wait()
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=gone.pid)])
-    with environment_kept(), forwarding() as received:
+    with forwarding() as received:
         signal.raise_signal(signal.SIGTERM)
     assert received == [signal.SIGTERM]

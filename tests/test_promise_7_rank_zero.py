@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def test_emulated_bf16_is_said_and_a_run_that_goes_on_tells_another_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
-    monkeypatch.setattr(runs, "_launch", lambda *launched: None)
+    monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
     for has_bf16 in (True, False):
         monkeypatch.setattr(runs, "computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
         monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator, has_bf16=has_bf16: has_bf16)
@@ -271,7 +271,8 @@ def on_two() -> Layout:
     return resolve(strategy="ddp", accelerator="cpu", devices=1, num_nodes=2, batch_size=8)
 
 
-def test_one_machine_decides_for_all() -> None:
+def test_one_machine_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.launch.wire.ending_at_once", nullcontext)  # only a main thread can hear signals
     port = free_port()
     keeper = meet(f"127.0.0.1:{port}")
     assert isinstance(keeper, Keeper)

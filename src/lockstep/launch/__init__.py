@@ -1,1 +1,1 @@
-"""Processes: the agent that starts workers, how they meet, signals, and who notices a silent one."""
+"""Processes: the parent that starts workers, how they meet, signals, and who notices a silent one."""

@@ -1,50 +1,40 @@
-"""How a run ends, as what is raised and as what is told to other machines."""
+"""How a run ends, as what is raised, and as what is told to a worker's parent and to other machines."""
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.signals import Interrupted
 
 
 class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line; `steps` as in `Interrupted`.
+    """A worker died. The message names the rank and the reason in one line."""
 
-    Attributes:
-        victim: it failed because it lost another one, which has the reason.
-    """
-
-    steps = 0
-    victim = False
-
-
-class PeerLost(Exception):
-    """A worker's connection to another one ended: the other one has the reason."""
+    steps = 0  # as in `Interrupted`
+    victim = False  # whether it failed because it lost another one, which has the reason
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a machine's workers ended, or the whole run.
+    """How a worker ended, a machine's workers, or the whole run."""
 
-    Attributes:
-        kind: `completed`, `failed`, `refused`, `interrupted`; or `victim`, which failed because others did.
-        text: the reason in one line.
-        signum: of the signal that interrupted it.
-        steps: optimizer steps that had been made.
-    """
-
-    kind: str
-    text: str = ""
-    signum: int = 0
-    steps: int = 0
+    kind: str  # `completed`, `failed`, `refused`, `interrupted`; or `victim`, which failed because others did
+    text: str = ""  # the reason in one line; of a worker's failure what follows its name
+    signum: int = 0  # of the signal that ended it
+    steps: int = 0  # optimizer steps that had been made
 
     def raised(self) -> BaseException:
         """What a run that ends like this raises."""
         if self.kind == "refused":
             return Refusal(self.text)
-        error = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps = self.steps
+        error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
+        error.steps, error.victim = self.steps, self.kind == "victim"
         return error
 
 
@@ -58,3 +48,28 @@ def outcome_of(error: BaseException | None) -> Outcome:
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return Outcome("interrupted", str(error), getattr(error, "code", 130) - 128, steps)
     return Outcome("victim" if getattr(error, "victim", False) else "failed", str(error), steps=steps)
+
+
+def own_words(message: str) -> str:
+    """The first line of a message; of what torch hands on from another process or thread, which holds the whole
+    traceback from there, the line that says what was raised."""
+    if "\nOriginal Traceback (most recent call last):" in message:
+        end = message.rpartition('\n  File "')[2].splitlines()[1:]
+        found = next((line for line in end if line and not line.startswith(" ")), message)
+        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
+    return (message.strip().splitlines() or ["no reason given"])[0]
+
+
+def users_line(trace: str) -> str:
+    """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    found = [
+        (file, line, function)
+        for file, line, function in re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+        if not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    ]
+    if not found:
+        return ""
+    file, line, function = found[-1]
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line} in {function}; "

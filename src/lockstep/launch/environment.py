@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
 # Our own variables, for the processes that this one starts.
-RESTARTS = "LOCKSTEP_RESTARTS"  # of this run's workers by their parent; the agent counts its own
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
 SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a moment: lockstep.launch.scratch
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A process's place in a run. One that nobody has started as a worker is rank 0 of a world of one.
+    """A process's place in a run. One that nobody has started as a worker is rank 0 of a world of one."""
 
-    Attributes:
-        launcher: who has started this worker: `torchrun` (torch's agent, ours too), or `slurm` as one of several tasks.
-        agent_store: whether the agent's store is at the master's address.
-        restarts: times that this worker's group was started again.
-        started: `time.time()` when the command, or a sweep's job, began.
-        scratch: the folder of what the run's processes keep for a moment, where a parent has made one.
-        slurm_job: the batch job that this process is part of.
-        slurm_task: its number in there.
-        slurm_restarts: times that SLURM has started the job again.
-        own_cores: whether SLURM has given this worker cores of its own.
-    """
-
-    launcher: str | None
+    launcher: str | None  # of this worker: `torchrun` (our own parent, too), or `slurm` as one of several tasks
     rank: int
     local_rank: int
     world_size: int
@@ -40,14 +24,14 @@ class Environment:
     run_id: str
     master_addr: str
     master_port: int
-    agent_store: bool
-    restarts: int
-    started: float
-    scratch: str
-    slurm_job: str | None
-    slurm_task: int
-    slurm_restarts: int
-    own_cores: bool
+    agent_store: bool  # whether the store of torchrun's agent is at the master's address
+    restarts: int  # times that this worker's group was started again
+    started: float  # `time.time()` when the command, or a sweep's job, began
+    scratch: str  # the folder of what the run's processes keep for a moment, where a parent has made one
+    slurm_job: str | None  # the batch job that this process is part of
+    slurm_task: int  # its number in there
+    slurm_restarts: int  # times that SLURM has started the job again
+    own_cores: bool  # whether SLURM has given this worker cores of its own
 
 
 @cache
@@ -56,22 +40,21 @@ def environment() -> Environment:
     told = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in told
     slurm = not torchrun and int(told.get("SLURM_STEP_NUM_TASKS", "1")) > 1  # a batch script alone is no task of srun's
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    if torchrun:
-        ranks = {name: told.get(name, alone) for name, alone in ranks.items()}
-    elif slurm:
-        ranks |= {name: told.get(theirs, "0") for name, theirs in SLURM_NAMES.items() if name in ranks}
+
+    def number(name: str, alone: int) -> int:
+        return int(told.get(SLURM_NAMES.get(name, "") if slurm else name, alone)) if torchrun or slurm else alone
+
     return Environment(
         launcher="torchrun" if torchrun else "slurm" if slurm else None,
-        rank=int(ranks["RANK"]),
-        local_rank=int(ranks["LOCAL_RANK"]),
-        world_size=int(ranks["WORLD_SIZE"]),
-        local_world_size=int(ranks["LOCAL_WORLD_SIZE"]),
+        rank=number("RANK", 0),
+        local_rank=number("LOCAL_RANK", 0),
+        world_size=number("WORLD_SIZE", 1),
+        local_world_size=number("LOCAL_WORLD_SIZE", 1),
         run_id=told.get("TORCHELASTIC_RUN_ID", ""),
         master_addr=told.get("MASTER_ADDR", ""),
         master_port=int(told.get("MASTER_PORT", "0")),
         agent_store=told.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")) + int(told.get(RESTARTS, "0")),
+        restarts=int(told.get("TORCHELASTIC_RESTART_COUNT", "0")),
         started=float(told.get(STARTED, time.time())),
         scratch=told.get(SCRATCH, ""),
         slurm_job=told.get("SLURM_JOB_ID"),
@@ -83,18 +66,12 @@ def environment() -> Environment:
 
 os.register_at_fork(after_in_child=environment.cache_clear)  # a worker is told its rank after it was forked
 
-SLURM_NAMES = {
+SLURM_NAMES = {  # for torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
     "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
 }
-
-
-def slurm_as_torchrun() -> None:
-    """SLURM's names for ranks, as torchrun's; MASTER_ADDR and MASTER_PORT are the job script's to set."""
-    if environment().launcher == "slurm":
-        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
 
 
 def external_workers() -> int:
@@ -106,19 +83,3 @@ def export(**variables: str) -> None:
     """Sets variables for this process and those that it starts."""
     os.environ.update(variables)
     environment.cache_clear()
-
-
-@contextmanager
-def environment_kept() -> Iterator[None]:
-    """The agent leaves variables and signal handlers behind; a sweep's next job must not see them."""
-    variables = dict(os.environ)
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT)
-    }
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        export(**variables)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

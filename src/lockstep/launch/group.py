@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch.environment import environment, external_workers, slurm_as_torchrun
-from lockstep.launch.network import interface_towards, resolved
+from lockstep.launch.environment import SLURM_NAMES, environment, export, external_workers
+from lockstep.launch.network import bound, interface_towards, resolved
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -20,10 +20,15 @@ GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; lockstep.launch.watchdog 
 EXTERNAL_TIMEOUT = timedelta(minutes=10)  # where no parent of ours watches; NCCL's own default
 
 
+def has_group(layout: Layout) -> bool:
+    """Whether workers of a layout have a process group; ddp's single worker has one, too."""
+    return layout.strategy in ("ddp", "pipeline")
+
+
 def join_group(layout: Layout) -> None:
     """Starts the default process group of workers that the parent has launched, on the store that it serves."""
     import torch
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import TCPStore
 
     gpu = layout.accelerator == "gpu"
     if gpu:
@@ -31,7 +36,7 @@ def join_group(layout: Layout) -> None:
     address, port = environment().master_addr, environment().master_port
     store = TCPStore(address, port, environment().world_size, False, timeout=GROUP_TIMEOUT, wait_for_workers=False)
     _use_interface(address, several=layout.num_nodes > 1)
-    _start(gpu, PrefixStore("group", store), GROUP_TIMEOUT)
+    _start(gpu, store, GROUP_TIMEOUT)
 
 
 def join_external() -> None:
@@ -46,7 +51,8 @@ def join_external() -> None:
 
     if external_workers() <= 1 or is_initialized():
         return
-    slurm_as_torchrun()
+    if environment().launcher == "slurm":
+        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
     here, world = environment(), environment().world_size
     gpu = torch.cuda.is_available()
     if gpu and here.local_rank < torch.cuda.device_count():  # who has none is refused later
@@ -55,9 +61,9 @@ def join_external() -> None:
     _use_interface(address, several=here.local_world_size < world)
     agent = _agents_store()
     if here.rank == 0:
-        store = serve(address, 0 if agent else port)
+        store = serve(bound(address, 0 if agent else port))
         if agent:
-            agent.set(f"{_run()}/port", str(store.port))
+            agent.set("port", str(store.port))
     else:
         port = _port(agent, address) if agent else port
         store = TCPStore(address, port, world, timeout=EXTERNAL_TIMEOUT, wait_for_workers=False)
@@ -81,11 +87,11 @@ def _use_interface(address: str, several: bool) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
-def _port(agent: TCPStore, address: str) -> int:
+def _port(agent: Store, address: str) -> int:
     """That of rank zero's store, as soon as somebody listens: what is told first may be a port of a group that died."""
     deadline = time.monotonic() + EXTERNAL_TIMEOUT.total_seconds()
     while True:
-        port = int(agent.get(f"{_run()}/port"))
+        port = int(agent.get("port"))
         try:
             socket.create_connection((address, port), timeout=10).close()
             return port
@@ -95,26 +101,23 @@ def _port(agent: TCPStore, address: str) -> int:
             time.sleep(0.05)
 
 
-def _agents_store() -> TCPStore | None:
-    """The store of the agent that started this worker, which outlives a group; None where rank zero must keep one."""
-    from torch.distributed import TCPStore
+def _agents_store() -> Store | None:
+    """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
+    must keep a store."""
+    from torch.distributed import PrefixStore, TCPStore
 
-    if not environment().agent_store:
+    here = environment()
+    if not here.agent_store:
         return None
-    return TCPStore(environment().master_addr, environment().master_port, is_master=False, timeout=EXTERNAL_TIMEOUT)
+    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=EXTERNAL_TIMEOUT)
+    return PrefixStore(f"lockstep/{here.run_id}", store)
 
 
-def _run() -> str:
-    """Where in an agent's store its workers' keys are."""
-    return f"lockstep/{environment().run_id}"
-
-
-def serve(address: str, port: int = 0) -> TCPStore:
-    """A store on a port (0: a free one) of this address only, where torch would listen on all that the machine has."""
+def serve(listener: socket.socket) -> TCPStore:
+    """A store on this socket only, where torch would listen on all addresses that the machine has."""
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    port = listener.getsockname()[1]
+    address, port, *_ = listener.getsockname()
     return TCPStore(
         address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )
@@ -124,27 +127,21 @@ def leave_group() -> None:
     """Ends the process group, if there is one."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def first_life(what: str, value: str) -> str:
-    """Rank zero's value, of external workers that torchrun starts again: that of their first start."""
-    if environment().rank == 0 and (agent := _agents_store()):
-        return agent.compare_set(f"{_run()}/{what}", "", value).decode()
+    """Asked by rank zero of external workers: its value; where torchrun has started them again, that of their first
+    start."""
+    if agent := _agents_store():
+        return agent.compare_set(what, "", value).decode()
     return value
 
 
 def of_rank_zero(value: T) -> T:
     """Rank zero's value, in a worker; of a process that is no worker, its own."""
-    import torch.distributed as dist
-
-    join_external()
-    if not (dist.is_available() and dist.is_initialized()):
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return of_ranks(value)[0]
 
 
 def of_ranks(value: T) -> list[T]:
@@ -152,7 +149,7 @@ def of_ranks(value: T) -> list[T]:
     import torch.distributed as dist
 
     join_external()
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)

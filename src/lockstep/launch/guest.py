@@ -12,8 +12,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.endings import Outcome
-from lockstep.launch.signals import ending_at_once
-from lockstep.launch.wire import JOINING, PROTOCOL, Message, Place, Wait, Wire, outcome_told
+from lockstep.launch.wire import JOINING, PROTOCOL, Message, Place, Wire, outcome_told, waiting
 
 
 class KeeperLost(Exception):
@@ -35,39 +34,32 @@ class Guest:
         self._place: Place | None = None
         self._run = 0  # which one of a sweep
         self._decided = False  # whether the keeper has begun, and decides nothing more
-        self._serves = False  # whether workers may connect to the keeper's store
         self._ended: Outcome | None = None
         self._trouble = ""
         self._gone = ""
         self._timeout = JOINING
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             while True:
                 with suppress(OSError):
                     connection = socket.create_connection((address, port), timeout=2)
                     break
-                waits.a_moment(f"waiting for {endpoint}")
+                a_moment(f"waiting for {endpoint}")
             connection.settimeout(None)
             self._wire = Wire(connection, self._noted, self._hear)
             self._wire.send(hello=PROTOCOL, name=platform.node())
             while self._said is None:
                 if self._wire.closed:
                     raise Refusal(f"rdzv_endpoint={endpoint}: what listens there is no run of this version of Lockstep")
-                waits.a_moment(f"waiting for {endpoint}")
+                a_moment(f"waiting for {endpoint}")
 
     def decide(self, what: str, make: Callable[[], Any]) -> Any:
-        """What the keeper decides; `make` is not called.
-
-        Raises:
-            Refusal: the keeper was refused, or was not started alike.
-        """
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        """What the keeper decides; `make` is not called. A Refusal where that was refused, or not started alike."""
+        with waiting(self._noted) as a_moment:
             while what not in (self._said or {}):
                 self._must_go_on()
                 if self._decided:
                     raise Refusal(f"machine {self.keeper} was started otherwise: it goes on with a run, or does not")
-                waits.a_moment(f"waiting for {self.keeper}")
+                a_moment(f"waiting for {self.keeper}")
             return (self._said or {})[what]
 
     def begin(self, card: Mapping[str, str], timeout: float) -> Place | None:
@@ -78,8 +70,7 @@ class Guest:
             KeeperLost: nobody is there to say.
         """
         self._timeout = timeout
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             if not self._ended:  # else `_run` is the next one's already, and the card this one's
                 self._wire.send(card=dict(card), run=self._run)
             while self._place is None:
@@ -87,12 +78,12 @@ class Guest:
                     self._ended = None
                     return None
                 self._must_go_on()
-                waits.a_moment(f"waiting for {self.keeper} to begin")
+                a_moment(f"waiting for {self.keeper} to begin")
             place, self._place, self._trouble = self._place, None, ""
             return place
 
-    def may_connect(self, forked: bool) -> bool:
-        return self._serves
+    def serve(self) -> None:
+        """The keeper does."""
 
     def trouble(self) -> str:
         with self._noted:
@@ -114,9 +105,7 @@ class Guest:
 
     def _lost(self) -> str:
         """How the keeper was lost, as it was noticed first; empty: it is here."""
-        if not self._gone and (self._wire.closed or self._wire.silent_for() > self._timeout):
-            how = "it closed the connection" if self._wire.closed else f"not a word of it for {self._timeout:g} s"
-            self._wire.close()
+        if not self._gone and (how := self._wire.lost(self._timeout)):
             self._gone = f"machine {self.keeper}, which keeps the run, was lost: {how}"
         return self._gone
 
@@ -132,9 +121,7 @@ class Guest:
         elif "decided" in message:
             self._decided = True
         elif "begins" in message:
-            self._place, self._serves = Place(**message["begins"]), False
-        elif "serves" in message:
-            self._serves = True
+            self._place = Place(**message["begins"])
         elif "trouble" in message:
             self._trouble = str(message["trouble"])
         elif "ended" in message:

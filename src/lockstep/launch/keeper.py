@@ -15,44 +15,31 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout, Refusal, counted, listed
 from lockstep.launch.endings import Outcome
 from lockstep.launch.group import serve
+from lockstep.launch.network import LOOPBACK, bound
 from lockstep.launch.signals import ending_at_once
-from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wait, Wire, difference, outcome_told
+from lockstep.launch.wire import JOINING, PATIENCE, PROTOCOL, Message, Place, Wire, difference, outcome_told, waiting
 
 
 @dataclass(eq=False)
 class OtherMachine:
-    """Another machine, as the keeper knows it.
-
-    Attributes:
-        card: what it is ready to begin with; None: it isn't.
-        outcome: how its workers ended.
-    """
+    """Another machine, as the keeper knows it."""
 
     wire: Wire
     name: str
     address: str
-    card: dict[str, str] | None = None
-    outcome: Outcome | None = None
-
-    def lost(self, timeout: float) -> str:
-        """How it was lost; empty: it is here."""
-        if self.wire.closed:
-            return "it closed the connection"
-        if self.wire.silent_for() > timeout:
-            self.wire.close()
-            return f"not a word of it for {timeout:g} s"
-        return ""
+    card: dict[str, str] | None = None  # what it is ready to begin with; None: it isn't
+    outcome: Outcome | None = None  # how its workers ended
 
 
 class Keeper:
     """The machine that keeps the run: its folder, checkpoints and dashboards.
 
     Args:
-        listener: where guests connect.
+        listener: where guests connect; None: there are none.
         endpoint: its address as it was given, for messages.
     """
 
-    def __init__(self, listener: socket.socket, endpoint: str) -> None:
+    def __init__(self, listener: socket.socket | None = None, endpoint: str = "") -> None:
         self._listener, self._endpoint = listener, endpoint
         self._noted = threading.Condition(threading.RLock())
         self._said: dict[str, Any] = {}
@@ -63,16 +50,13 @@ class Keeper:
         self._timeout = JOINING
         self._run = 0  # runs that have ended, of a sweep
         self._cause: Outcome | None = None  # why it failed
-        threading.Thread(target=self._accept, daemon=True).start()
+        if listener:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     # --- before the run ---
 
     def decide(self, what: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns, for all machines.
-
-        Raises:
-            Refusal: `make`'s; all end with it.
-        """
+        """What `make` returns, for all machines; with a Refusal of its they all end."""
         if what not in self._said:
             try:
                 value = make()
@@ -85,24 +69,25 @@ class Keeper:
                     guest.wire.send(said={what: value})
         return self._said[what]
 
-    def begin(self, card: Mapping[str, str], layout: Layout, restarts: int, timeout: float, fewer: bool) -> Place:
+    def begin(
+        self, card: Mapping[str, str], layout: Layout, restarts: int = 0, timeout: float = JOINING, fewer: bool = False
+    ) -> Place:
         """Waits for `layout.num_nodes` machines; then all begin a life of the run.
 
         Args:
-            card: what must be the same on all machines, see lockstep.run.card.
+            card: what must be the same on all machines, see lockstep.run.provenance.
             timeout: seconds of silence after which a machine counts as lost.
             fewer: those that are here are enough.
 
         Raises:
             Refusal: a machine differs.
         """
-        waits = Wait(self._noted)
-        with ending_at_once(), self._noted:
+        with waiting(self._noted) as a_moment:
             self._card, self._timeout, self._wanted = dict(card), timeout, 0
             for guest in self._guests:
                 guest.wire.send(decided=True)
             while True:
-                self._guests = [guest for guest in self._guests if not guest.lost(timeout)]
+                self._guests = [guest for guest in self._guests if not guest.wire.lost(timeout)]
                 for guest in self._guests:
                     if guest.card is not None and (odd := difference(card, guest.card, guest.name)):
                         if not restarts:
@@ -114,15 +99,15 @@ class Keeper:
                     break
                 missing = counted(layout.num_nodes - 1 - len(ready), "more machine")
                 here = f"; here: {listed(guest.name for guest in self._guests)}" * bool(self._guests)
-                waits.a_moment(f"waiting for {missing} at {self._endpoint}{here}")
+                a_moment(f"waiting for {missing} at {self._endpoint}{here}")
             self._taking_part, self._wanted = ready[: layout.num_nodes - 1], layout.num_nodes
             for guest in ready[layout.num_nodes - 1 :]:
                 self._answer(guest)
-            address = self._listener.getsockname()[0]
+            address = self._listener.getsockname()[0] if self._listener else LOOPBACK
             self._cause = None
-            self._store = serve(address)  # a fresh one: what a life leaves in it can hang the next one
-            machines = len(self._taking_part) + 1
-            place = Place(0, machines, layout.devices, restarts, address, self._store.port)
+            self._at = bound(address)  # of a fresh store: what a life leaves in it can hang the next one
+            machines, workers = len(self._taking_part) + 1, layout.world_size // layout.num_nodes
+            place = Place(0, machines, workers, restarts, address, self._at.getsockname()[1])
             for number, guest in enumerate(self._taking_part, 1):
                 guest.card = guest.outcome = None
                 guest.wire.send(begins=asdict(place) | {"machine": number})
@@ -130,18 +115,17 @@ class Keeper:
 
     # --- while workers run: asked by the thread that watches them ---
 
-    def may_connect(self, forked: bool) -> bool:
-        """Whether workers may connect to the store; `forked`: all of this machine run."""
-        with self._noted:
-            for guest in self._taking_part if forked else ():
-                guest.wire.send(serves=True)
-        return forked
+    def serve(self) -> None:
+        """Opens the store where workers meet. Not before all of this machine run: its thread looks up the name of who
+        connects, and a worker forked in that moment inherits glibc's resolver locked, for ever. Who comes earlier
+        waits."""
+        self._store = serve(self._at)
 
     def trouble(self) -> str:
         """Why this machine's workers can't go on; empty where they can."""
         with self._noted:
             for guest in self._taking_part:
-                if guest.outcome is None and (how := guest.lost(self._timeout)):
+                if guest.outcome is None and (how := guest.wire.lost(self._timeout)):
                     self._blame(Outcome("failed", f"machine {guest.name} ({guest.address}) was lost: {how}"))
                 elif guest.outcome is not None:
                     self._blame(guest.outcome)
@@ -164,7 +148,7 @@ class Keeper:
         until = time.monotonic() + self._timeout + PATIENCE
         with ending_at_once(), self._noted:
             self._blame(own)
-            while not all(guest.outcome or guest.lost(self._timeout) for guest in self._taking_part):
+            while not all(guest.outcome or guest.wire.lost(self._timeout) for guest in self._taking_part):
                 if time.monotonic() > until:
                     break
                 self._noted.wait(0.2)
@@ -209,10 +193,10 @@ class Keeper:
         guest.card = None
         guest.wire.send(ended=asdict(Outcome("refused", why)), run=self._run)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             with suppress(OSError):
-                connection, (address, *_) = self._listener.accept()
+                connection, (address, *_) = listener.accept()
                 Wire(connection, self._noted, partial(self._hear, address))
 
     def _hear(self, address: str, wire: Wire, message: Message) -> None:

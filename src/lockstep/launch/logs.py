@@ -61,16 +61,3 @@ def failure_told() -> Iterator[None]:
         if logging.root.handlers:  # see configure
             logging.root.error("the run failed", exc_info=error)
         raise
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """For a few steps that only measure: nothing below an error is said."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(before)

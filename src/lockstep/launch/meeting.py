@@ -50,15 +50,12 @@ def meeting_of(num_nodes: int, endpoint: str | None) -> Meeting | None:
     return meet(endpoint) if num_nodes > 1 and endpoint and not external_workers() else None
 
 
-def decide(
-    what: str, make: Callable[[], Any], num_nodes: int = 1, endpoint: str | None = None, lasts: bool = True
-) -> Any:
-    """What one process decides for all that start a run together: rank zero of workers that exist already; of several
-    machines' parents the one that keeps the run.
+def decide(what: str, make: Callable[[], Any], num_nodes: int = 1, endpoint: str | None = None) -> Any:
+    """What one process decides for all that start a run together: rank zero of workers that exist already, also for
+    those that torchrun starts again; of several machines' parents the one that keeps the run.
 
     Args:
         make: called there only; its result is plain data.
-        lasts: stays what it was when torchrun starts its workers again.
 
     Raises:
         Refusal: `make`'s, everywhere.
@@ -67,8 +64,7 @@ def decide(
         answer = ("", "")
         if environment().rank == 0:
             try:
-                made = json.dumps(make())
-                answer = ("", first_life(what, made) if lasts else made)
+                answer = ("", first_life(what, json.dumps(make())))
             except Refusal as refusal:
                 answer = (str(refusal), "")
         refused, value = of_rank_zero(answer)

@@ -16,11 +16,7 @@ SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
 
 
 def endpoint_of(text: str) -> tuple[str, int]:
-    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets.
-
-    Raises:
-        Refusal: it is neither a name nor an address with a port.
-    """
+    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets. A Refusal of anything else."""
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -56,18 +52,11 @@ def resolved(host: str, port: int) -> str:
     return found[0]
 
 
-def address_towards(address: str) -> str:
-    """This machine's own address as `address` sees it: that of the interface which leads there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
 def interface_towards(address: str) -> str | None:
     """The network interface that leads to an IPv4 address; None where that can't be told."""
-    with suppress(OSError):
-        own = address_towards(address)
+    with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = str(probe.getsockname()[0])
         if ip_address(own).is_loopback:
             return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         return next((name for name, found in _interfaces() if found == own), None)
@@ -89,12 +78,20 @@ def _interfaces() -> list[tuple[str, str]]:
     return found
 
 
+def bound(address: str, port: int = 0) -> socket.socket:
+    """A socket on a port (0: a free one) that hears who connects to this address, and to no other one of this
+    machine."""
+    return socket.create_server((address, port), family=_family(address))
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def listening(address: str, port: int) -> socket.socket | None:
-    """A socket that hears who connects to this address, and to no other one of this machine; None where the address is
-    another machine's, or somebody listens there already."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """As `bound`; None where the address is another machine's, or somebody listens there already."""
     try:
-        return socket.create_server((address, port), family=family)
+        return bound(address, port)
     except OSError as error:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
             return None

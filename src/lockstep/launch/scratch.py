@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from lockstep.launch.environment import SCRATCH, export
+
 PREFIX = "lockstep_"
 LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")  # bytes: a socket's path has 107
 
@@ -21,7 +23,6 @@ def scratch_folder() -> Iterator[str]:
     """A folder where temporary files usually lie; where that has so long a name that the data loaders' sockets don't
     fit (they would hang), in /tmp.
 
-    While it lasts, this process's temporary files go there too: torch makes one for each worker's error, and leaves it.
     Its lock is held by this process and its forks, so a folder that nobody holds was left by processes that were
     killed: the next run on the machine removes it, when it begins or (they may not be gone yet) when it ends.
     """
@@ -32,11 +33,11 @@ def scratch_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
-        before, tempfile.tempdir = tempfile.tempdir, folder
+        export(**{SCRATCH: folder})  # for the workers
         try:
             yield folder
         finally:
-            tempfile.tempdir = before
+            export(**{SCRATCH: ""})
             shutil.rmtree(folder, ignore_errors=True)
             _remove_left(place)
 

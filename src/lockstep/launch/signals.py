@@ -1,36 +1,46 @@
-"""Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done."""
+"""Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done. No process
+outlives the one that it works for."""
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
-import threading
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 
 class Interrupted(BaseException):
-    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job.
+    """The run was asked to end by a signal, and did. Not an `Exception`: it ends a sweep, not only its job."""
 
-    Attributes:
-        steps: optimizer steps that the workers had made, where there were any.
-    """
-
-    steps = 0
+    steps = 0  # optimizer steps that the workers had made, where there were any
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
         self.code = 128 + signum
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
     """A worker's signal handler. It only remembers: a collective in a handler would meet other ranks in another one."""
     pending_signals.append(signum)
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
+    """While it lasts, signals are this handler's."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager
@@ -54,30 +64,22 @@ def forwarding() -> Iterator[list[int]]:
                 say_ending()
         _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, handler)
-    try:
-        yield received
-    finally:
-        pending_signals.clear()
+    with handling(handler, *ENDING, signal.SIGUSR1):
+        try:
+            yield received
+        finally:
+            pending_signals.clear()
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """While there is nothing to save: SIGTERM and Ctrl-C raise `Interrupted`, there and then."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handler(signum: int, frame: FrameType | None) -> None:
         raise Interrupted(signum)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handling(handler, *ENDING):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def say_ending() -> None:
@@ -92,3 +94,24 @@ def _tell_workers(signum: int) -> None:
         if child.pid:
             with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end
                 os.kill(child.pid, signum)
+
+
+def set_parent_death_signal(parent: int) -> None:
+    """Ends this process when its parent is killed, or was before this call (Linux: prctl(PR_SET_PDEATHSIG); elsewhere
+    nothing notices at once)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_children() -> None:
+    """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
+    them at exit, and then wait for them for ever."""
+    reports = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process is killed
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join()
+    signal.signal(signal.SIGCHLD, reports)

@@ -1,13 +1,10 @@
 """Every worker tells how far it is; the parent notices one that has gone silent, names it and ends it.
 
 A rank that hangs makes all others wait in their next collective, so the culprit is the one that is least far.
-The parent itself may hang: multiprocessing's Event, by which torch's agent tells the workers that it has their results,
-waits for ever for one that is killed just then. That is noticed here too.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -20,36 +17,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.launch.environment import SCRATCH, environment, export
+from lockstep.launch.environment import environment
 from lockstep.launch.meeting import Meeting
-from lockstep.launch.processes import alive
 
-ORPHANED = 5.0  # seconds that an agent may go on without a worker
-OPEN = "open"  # the file in the gate that lets workers of several machines meet
 WAITS = -1  # in place of the micro-batch, see `patient`
-_beats: NDArray[np.float64] | None = None
+_beats: NDArray[np.float64] = np.zeros(4)  # when, step, micro-batch and process; nobody looks before `join`
 
 
 def beat(step: int, micro_batch: int = 0) -> None:
     """Called by a worker at each micro-batch of a step, and at each batch of an evaluation."""
-    if _beats is not None:
-        _beats[:] = (time.time(), step, micro_batch, os.getpid())
-
-
-def compiling(begins: bool) -> None:
-    """Called by a worker when torch begins to compile, which may take longer than any step, and when it ends. Between
-    the two no silence is noticed on this machine: other workers may wait for this one."""
-    if _beats is not None:
-        _beats[0] = math.inf if begins else time.time()
+    _beats[:] = (time.time(), step, micro_batch, os.getpid())
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """While a worker reads or writes what may take a slow disk or network longer than any step. A thread beats for it,
-    so that only a process that stands still as a whole is silent; others that wait for this one are not, either."""
-    if _beats is None:
-        yield
-        return
+    """While a worker compiles, or reads or writes what may take a slow disk or network longer than any step. A thread
+    beats for it, so that only a process that stands still as a whole is silent; others that wait for it are not,
+    either."""
     beats, micro_batch, done = _beats, _beats[2], threading.Event()
 
     def beat_on() -> None:
@@ -71,106 +55,67 @@ def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
     if folder := environment().scratch:
-        beats = np.asarray(np.memmap(_file(folder), dtype=np.float64, mode="r+"))  # faster to write to than np.memmap
+        beats = np.asarray(
+            np.memmap(f"{folder}/beats", dtype=np.float64, mode="r+")
+        )  # faster to write to than np.memmap
         _beats = beats.reshape(-1, 4)[rank]
         beat(0)
-
-
-def _file(folder: str) -> Path:
-    return Path(folder, "beats")
-
-
-def steps() -> int:
-    """Asked by the parent while it watches: optimizer steps that all workers have made."""
-    beats = np.fromfile(_file(environment().scratch)).reshape(-1, 4)
-    return int(min((step for when, step, _, _ in beats if when), default=0))
-
-
-def gate() -> Path:
-    """A folder in which each worker leaves a file of its process id when it runs, see lockstep.launch.worker."""
-    folder = Path(environment().scratch, "forked")
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def forked() -> int:
-    """Workers of this machine that run."""
-    return sum(alive(pid) for pid in os.listdir(gate()) if pid != OPEN)
 
 
 def leave() -> None:
     """Called by a worker whose work is done: from now on it may be silent."""
     global _beats
-    if _beats is not None:
-        _beats[:] = 0
-        _beats = None
+    _beats[:] = 0
+    _beats = np.zeros(4)
 
 
 def _runs(pid: float) -> bool:
     """False for a process that is stopped or sleeps uninterruptibly (Linux): the first suspect among equals."""
     try:
-        return _state(int(pid)) not in "TtD"
+        state = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[0]  # a letter, see proc(5)
+        return state not in "TtD"
     except (OSError, IndexError):
         return True
 
 
-def _state(pid: int | str) -> str:
-    """A process's state as one letter, see proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+class Watch:
+    """What a parent looks at while its workers run. It ends the least advanced one when all progress has stopped, and
+    all of them when other machines can't go on.
 
+    Args:
+        folder: the run's scratch folder, where the beats are kept in a small file.
+        names: of this machine's workers.
+        timeout: seconds without a beat of the least advanced worker.
+        meeting: what tells of other machines.
 
-def _children(parent: int) -> set[str] | None:
-    """The children of this process's main thread that run, without multiprocessing's own; None where nobody knows (not
-    on Linux, or one has just ended)."""
-    try:
-        listed = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        running = {pid for pid in listed if _state(pid) not in "ZX"}
-        return {pid for pid in running if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    except OSError:
-        return None
+    Attributes:
+        found: a message for each pid that it ended.
+    """
 
-
-class _Watch:
-    """What the parent's thread does while workers run; `found` has a message for each pid that it ended."""
-
-    def __init__(
-        self, table: NDArray[np.float64], names: Sequence[str], timeout: float, meeting: Meeting | None
-    ) -> None:
-        self.table, self.names, self.timeout, self.meeting = table, names, timeout, meeting
-        self.asked = False  # whether the workers were asked to end, for a machine that came back
-        self.pause = min(1.0, timeout / 4)
+    def __init__(self, folder: str, names: Sequence[str], timeout: float, meeting: Meeting) -> None:
+        self.table = np.memmap(f"{folder}/beats", dtype=np.float64, mode="w+", shape=(len(names), 4))
+        self.names, self.timeout, self.meeting = names, timeout, meeting
         self.found: dict[int, str] = {}
-        self.done = threading.Event()
-        self.parent = os.getpid()
-        self.others = _children(self.parent) or set()  # that are nothing to the agent
-        self.busy = time.monotonic()  # when a worker was last seen
-        self.excused = 0.0  # when a worker that others may wait for was last seen to compile, or to wait for a disk
+        self.asked = False  # whether the workers were asked to end, for a machine that came back
+        self.pause, self.due, self.looked = min(1.0, timeout / 4), time.monotonic(), time.time()
+        self.excused = 0.0  # when a worker that others may wait for was last seen `patient`
 
-    def run(self) -> None:
-        while self.meeting is not None and not self.done.wait(0.05):
-            if self.meeting.may_connect(forked() == len(self.names)):
-                (gate() / OPEN).touch()
-                break
-            self._follow(self.meeting)
-        looked = time.time()
-        while not self.done.wait(self.pause):
-            last, looked = looked, time.time()
-            if looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
-                self.busy = time.monotonic()
-                told = self.table[:, 0]
-                self.table[:, 0] = np.where((told > 0) & np.isfinite(told), looked, told)
-            if self._orphaned():
-                os.kill(self.parent, signal.SIGQUIT)
-                return
-            self._end_silent(looked)
-            if self.meeting is not None:
-                self._follow(self.meeting)
+    def steps(self) -> int:
+        """Optimizer steps that all workers have made."""
+        return int(min((step for when, step, _, _ in self.table.tolist() if when), default=0))
 
-    def _follow(self, meeting: Meeting) -> None:
-        """Ends this machine's workers when others can't go on, and asks them to when a machine came back."""
-        if trouble := meeting.trouble():
+    def look(self) -> None:
+        """Called again and again; it looks once a second, or sooner for a short timeout."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + self.pause
+        last, self.looked = self.looked, time.time()
+        if self.looked - last > 2 * self.pause:  # all stood still, with Ctrl-Z or the machine
+            self.table[:, 0] = np.where(self.table[:, 0] > 0, self.looked, 0)
+        self._end_silent(self.looked)
+        if trouble := self.meeting.trouble():
             self._signal(signal.SIGKILL, trouble)
-        elif (back := meeting.returning()) and not self.asked:
+        elif (back := self.meeting.returning()) and not self.asked:
             self.asked = True
             print(f"machine {back} is here: saving, to go on with it", file=sys.stderr)
             self._signal(signal.SIGTERM)
@@ -182,13 +127,6 @@ class _Watch:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    def _orphaned(self) -> bool:
-        """Whether the agent has waited long enough for workers that are gone."""
-        children = _children(self.parent)
-        if children is None or children - self.others:
-            self.busy = time.monotonic()
-        return time.monotonic() - self.busy > ORPHANED
-
     def _end_silent(self, looked: float) -> None:
         """Ends the least advanced worker when it has told nothing for too long."""
         rows = [
@@ -198,8 +136,7 @@ class _Watch:
         ]
         if not rows:
             return
-        waits = [when for _, micro_batch, _, when, _, _ in rows if micro_batch == WAITS or when == math.inf]
-        self.excused = max(self.excused, min(max(waits, default=0.0), time.time()))
+        self.excused = max([self.excused, *(when for _, micro_batch, _, when, _, _ in rows if micro_batch == WAITS)])
         step, _, _, when, rank, pid = min(rows)
         if looked - max(when, self.excused) <= self.timeout:  # not the time now: a machine may be suspended in here
             return
@@ -212,29 +149,3 @@ class _Watch:
         self.table[:, 0] = np.where(waited, time.time(), 0)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def watching(
-    folder: str, names: Sequence[str], timeout: float, meeting: Meeting | None = None
-) -> Iterator[dict[int, str]]:
-    """While workers run, a thread of the parent ends the least advanced one when all progress has stopped.
-
-    Args:
-        folder: the run's scratch folder, where the beats are kept in a small file.
-        names: of this machine's workers.
-        timeout: seconds without a beat of the least advanced worker.
-        meeting: where there are several machines, what tells of the others.
-
-    Yields what was found: a message for each pid that was ended.
-    """
-    table = np.memmap(_file(folder), dtype=np.float64, mode="w+", shape=(len(names), 4))
-    export(**{SCRATCH: folder})
-    watch = _Watch(table, names, timeout, meeting)
-    thread = threading.Thread(target=watch.run, daemon=True)
-    thread.start()
-    try:
-        yield watch.found
-    finally:
-        watch.done.set()
-        thread.join()

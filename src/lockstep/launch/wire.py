@@ -8,13 +8,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.endings import Outcome
+from lockstep.launch.signals import ending_at_once
 
 PROTOCOL = "lockstep 1"
 PATIENCE = 5.0  # seconds of waiting after which it is said for whom
@@ -25,20 +26,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """A machine's part in a life of the run, from its start to the end of its workers.
+    """A machine's part in a life of the run, from its start to the end of its workers."""
 
-    Attributes:
-        machine, machines: this one's number, and how many there are; 0 keeps the run.
-        devices: workers on each machine.
-        restarts: lives before this one that failed.
-        address, port: of the store at which the workers of all machines meet.
-    """
-
-    machine: int
+    machine: int  # this one's number; 0 keeps the run
     machines: int
-    devices: int
-    restarts: int
-    address: str
+    workers: int  # on each machine
+    restarts: int  # lives before this one that failed
+    address: str  # of the store at which the workers of all machines meet
     port: int
 
 
@@ -72,6 +66,15 @@ class Wire:
     def silent_for(self) -> float:
         return time.monotonic() - self.heard
 
+    def lost(self, timeout: float) -> str:
+        """How the other machine was lost, which is silent for `timeout` seconds at most; empty: it is here."""
+        if self.closed:
+            return "it closed the connection"
+        if self.silent_for() > timeout:
+            self.close()
+            return f"not a word of it for {timeout:g} s"
+        return ""
+
     def _listen(self) -> None:
         broken = (OSError, ValueError, TypeError, KeyError)  # the last three: what was sent is no message of ours
         with suppress(*broken), self._connection.makefile("rb") as lines:
@@ -94,25 +97,24 @@ class Wire:
             time.sleep(1)
 
 
-class Wait:
-    """A wait that says for whom after a while, and hears signals at once.
+@contextmanager
+def waiting(noted: threading.Condition) -> Iterator[Callable[[str], None]]:
+    """Holds `noted`, and hears signals at once. Yields what waits for a moment: after a while it says for whom, and
+    after all of `JOINING` it is a Refusal."""
+    began, said = time.monotonic(), ""
 
-    Raises:
-        Refusal: it was in vain.
-    """
-
-    def __init__(self, noted: threading.Condition, limit: float = JOINING) -> None:
-        self.noted, self.began, self.limit, self.said = noted, time.monotonic(), limit, ""
-
-    def a_moment(self, text: str) -> None:
-        """`noted` is held."""
-        waited = time.monotonic() - self.began
-        if waited > PATIENCE and text != self.said:
+    def a_moment(text: str) -> None:
+        nonlocal said
+        waited = time.monotonic() - began
+        if waited > PATIENCE and text != said:
             print(text, file=sys.stderr, flush=True)
-            self.said = text
-        if waited > self.limit:
-            raise Refusal(f"{text}, for {self.limit / 60:g} minutes in vain")
-        self.noted.wait(0.2)
+            said = text
+        if waited > JOINING:
+            raise Refusal(f"{text}, for {JOINING / 60:g} minutes in vain")
+        noted.wait(0.2)
+
+    with ending_at_once(), noted:
+        yield a_moment
 
 
 def outcome_told(told: Mapping[str, Any]) -> Outcome:

@@ -20,7 +20,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_of_each
-from lockstep.launch.processes import set_parent_death_signal
+from lockstep.launch.signals import set_parent_death_signal
 from lockstep.loading.datasets import Splits, base
 from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
 from lockstep.loading.resident import Resident, place

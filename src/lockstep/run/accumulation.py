@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.callbacks import checkpoint_io
-from lockstep.launch import logs
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.loading import Splits
@@ -82,17 +83,14 @@ def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | Non
     return True, peak
 
 
-@logs.quiet()
 def measure(config: Config, splits: Splits, folder: Path) -> int | None:
     """Takes a few steps, and validates, saves and shows nothing; returns this process's peak in bytes where it is
-    known. Every worker of the layout calls it.
-
-    Raises:
-        Refusal: `LACKING`, or what else is wrong.
-    """
+    known. Every worker of the layout calls it. Without the memory it is the Refusal `LACKING`."""
     limited = config.memory_budget is not None and config.layout.accelerator == "cpu"
     try:
         rank = set_up_worker(config, folder)
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
         data = make_data(replace(config, num_workers=0), splits, rank)
         trainer = make_trainer(replace(config, max_steps=STEPS + config.late, logger={}, val_every=None), folder, [])
         trainer.loggers = [DummyLogger()]  # for a module that draws by itself

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
@@ -75,17 +75,7 @@ def whole(least: int) -> Check:
     return checker(Annotated[int, Field(strict=True, ge=least)])
 
 
-def real(*, above: float) -> Check:
-    """A finite number, greater than `above`."""
-    return checker(Annotated[float, Field(strict=True, gt=above, allow_inf_nan=False)])
-
-
-def choice(*names: str) -> Check:
-    """One of `names`."""
-    return checker(Literal[names])
-
-
-flag, folder, run_name = checker(Flag), checker(Folder), checker(Name)
+folder, run_name = checker(Folder), checker(Name)
 
 
 def show(value: Any) -> str:

@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agent import place
+from lockstep.launch.endings import users_line
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.meeting import decide, keeps_run
@@ -150,7 +150,7 @@ def _message(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
         return said or type(error).__name__
-    where = place("".join(traceback.format_exception(error)))
+    where = users_line("".join(traceback.format_exception(error)))
     return f"{type(error).__name__}{f': {said}' * bool(said)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
 
 

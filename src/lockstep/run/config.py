@@ -25,25 +25,16 @@ EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can mak
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Kept):
-    """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone.
-
-    Attributes:
-        precision: Lightning's name, never `auto`.
-        layout: who computes which piece of a step.
-        strategy: what else its strategy can be told.
-        auto_accumulate: whether the layout's number of pieces is only the first one to be tried.
-        trains: false for an evaluation, which has no schedule, and whose steps need no equal pieces.
-        record: the resolved config as plain containers, `data_dir` absolute: what a checkpoint records.
-        given: dotted keys that the user has set, on the command line.
-    """
+    """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone; `precision` is
+    Lightning's name, never `auto`."""
 
     data: dict[str, Any]
-    strategy: StrategyOptions
-    layout: Layout
-    auto_accumulate: bool
-    trains: bool
-    record: dict[str, Any]
-    given: tuple[str, ...]
+    strategy: StrategyOptions  # what it can be told beside the layout
+    layout: Layout  # who computes which piece of a step
+    auto_accumulate: bool  # whether the layout's number of pieces is only the first one to be tried
+    trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
+    record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
+    given: tuple[str, ...]  # dotted keys that the user has set, on the command line
 
     @property
     def step_lr(self) -> float:
@@ -118,11 +109,8 @@ def _accelerator(keys: Keys) -> str:
 
 
 def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> None:
-    """What several machines need; known before one of them waits for the others.
-
-    Raises:
-        Refusal: dp, no rendezvous, or one that is no address, or that nobody else comes to.
-    """
+    """Refuses dp on several machines, no rendezvous, one that is no address, or that nobody else comes to; known before
+    one of them waits for the others."""
     if num_nodes == 1:
         if rdzv_endpoint:
             raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: one machine meets no other; give num_nodes=2 or more")

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,9 +19,9 @@ from omegaconf import OmegaConf
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed
-from lockstep.launch.environment import STARTED, environment_kept, export
+from lockstep.launch.environment import STARTED, export
 from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.processes import set_parent_death_signal
+from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT
@@ -85,7 +83,7 @@ def train(config: Composed) -> dict[str, Any]:
         start_new_session=True,  # a Ctrl-C is for this process, which passes it on
     )
     answer.close()
-    with environment_kept(), _passed_on(process), process:
+    with handling(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
         try:
             code, said, summary = answers.recv()
         except EOFError:
@@ -97,13 +95,6 @@ def train(config: Composed) -> dict[str, Any]:
     if code:
         raise WorkerFailed(said.removeprefix("error: "))
     return dict(summary)
-
-
-@contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda signum, frame: process.send_signal(signum))
-    yield
 
 
 def _run() -> None:

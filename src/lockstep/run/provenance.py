@@ -1,20 +1,25 @@
 """What made a run: versions, commit, machine, in `provenance.json`; and what was changed since the commit, in
-`git.diff`."""
+`git.diff`. Of it, config, code, data and versions must be the same wherever a run computes: its card."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import environment
+from lockstep.launch.group import of_ranks
 from lockstep.launch.watchdog import patient
+from lockstep.launch.wire import difference
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 
@@ -94,3 +99,34 @@ def _machine(config: Config) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
     }
+
+
+# --- wherever it computes ---
+
+# Keys that each machine may have its own way.
+OWN = ("outputs", "data_dir", "rdzv_endpoint", "resume", "threads", "num_workers")
+
+
+def card(config: Config, splits: Any) -> dict[str, str]:
+    """What must be the same, as text by name."""
+    record = {key: value for key, value in config.record.items() if key not in OWN}
+    code = hashlib.sha256()
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        code.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    found = {"the code in src/": code.hexdigest()[:12], "the data's fingerprint": splits.fingerprint[:12]}
+    return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
+    return found
+
+
+def must_be_alike(own: Mapping[str, str]) -> None:
+    """Refuses, on all ranks of workers that exist already, one that differs from rank zero. Each of them calls it."""
+    found = of_ranks((platform.node(), dict(own)))
+    for rank, (name, theirs) in enumerate(found):
+        if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
+            raise Refusal(odd)

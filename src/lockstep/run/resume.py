@@ -19,9 +19,9 @@ from lockstep.launch.atomic import replacing, same_file
 from lockstep.launch.meeting import decide
 from lockstep.run import checks, slurm
 from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
-from lockstep.run.card import OWN
 from lockstep.run.checks import ROOT
 from lockstep.run.config import check_nodes
+from lockstep.run.provenance import OWN
 
 MULTIRUN = {"-m", "--multirun"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of

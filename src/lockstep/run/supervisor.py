@@ -20,11 +20,10 @@ from lockstep.launch.keeper import Keeper
 from lockstep.launch.machine import computes_bf16
 from lockstep.launch.meeting import meet, meeting_of
 from lockstep.launch.signals import Interrupted
-from lockstep.launch.wire import Place
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.run.arguments import given
-from lockstep.run.card import card, must_be_alike
 from lockstep.run.config import Config, check
+from lockstep.run.provenance import card, must_be_alike
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 
@@ -60,7 +59,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     if external_workers() > 1:
         must_be_alike(card(config, splits))
-    meeting = meeting_of(config.layout.num_nodes, config.rdzv_endpoint)
+    meeting = meeting_of(config.layout.num_nodes, config.rdzv_endpoint) or Keeper()
     if isinstance(meeting, Guest):
         return _follow(meeting, work, config, splits, folder)
     before, saved = summary_of(folder), _saved(folder)
@@ -68,49 +67,48 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         from lockstep.run.accumulation import fitted
 
         config = fitted(config, splits, folder)
-        result = _lead(meeting, work, config, splits, folder)
+        if external_workers():
+            result = launch(work, config, splits, folder, layout=config.layout)
+        else:
+            result = _lead(meeting, work, config, splits, folder)
     except BaseException as error:
-        if meeting is not None:
-            meeting.end(outcome_of(error))
+        meeting.end(outcome_of(error))
         if not isinstance(error, Refusal) or _saved(folder) != saved:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)
         raise
-    if meeting is not None:
-        meeting.end(outcome_of(None))
+    meeting.end(outcome_of(None))
     return result
 
 
-def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
+def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Lets the workers of all machines live until one life is through: `max_restarts` times again as they were, then,
     under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each. `pieces` stay,
     so every layout takes the same steps."""
     asked, now, restarts, left = config.layout, config, 0, config.max_restarts
-    mine = card(config, splits) if meeting is not None else {}
+    mine = card(config, splits) if asked.num_nodes > 1 else {}
     while True:
-        place = None
-        if meeting is not None:
-            wanted = replace(now.layout, num_nodes=asked.num_nodes)
-            fewer = config.elastic and restarts > 0
-            place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer)
-            now = laid_out(config, place.machines, now.layout.devices)
+        wanted = replace(now.layout, num_nodes=asked.num_nodes)
+        fewer = config.elastic and restarts > 0
+        place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer)
+        now = laid_out(config, place.machines, now.layout.devices)
         raised: BaseException | None = None
         try:
-            result = _launch(work, now, splits, folder, restarts, meeting, place)
+            part, silence = (meeting, place), config.hang_timeout
+            result = launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, part=part)
         except (WorkerFailed, Refusal, Interrupted) as error:
             raised = error
-        if meeting is not None:
-            own = outcome_of(raised)
-            outcome = meeting.settle(own)
-            if own.kind == outcome.kind == "interrupted" and meeting.returning():
-                continue
-            raised = raised if outcome == own else outcome.raised()
+        own = outcome_of(raised)
+        outcome = meeting.settle(own)
+        if own.kind == outcome.kind == "interrupted" and meeting.returning():
+            continue
+        raised = raised if outcome == own else outcome.raised()
         if raised is None:
             return result
         if not isinstance(raised, WorkerFailed):
             raise raised
         restarts += 1
         can_shrink = config.elastic and _saved(folder) is not None
-        if can_shrink and meeting is not None and meeting.lost():
+        if can_shrink and meeting.lost():
             print(f"{raised}; going on without it", file=sys.stderr)
         elif left:
             left -= 1
@@ -118,17 +116,14 @@ def _lead(meeting: Keeper | None, work: Callable[..., Any], config: Config, spli
         elif can_shrink and now.layout.devices > 1:
             now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
-            print(f"{raised}; {going_on}{' on each machine' * (meeting is not None)}", file=sys.stderr)
+            print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)
         else:
             raise raised
 
 
 def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> None:
-    """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed.
-
-    Raises:
-        Refusal, WorkerFailed, Interrupted: what ended it.
-    """
+    """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed, or
+    raises what ended it."""
     mine = card(config, splits)
     while True:
         try:
@@ -142,9 +137,10 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
         if place is None:
             print(f"completed; the run is on machine {meeting.keeper}", file=sys.stderr)
             return
-        now, raised = laid_out(config, place.machines, place.devices), None
+        now, raised = laid_out(config, place.machines, place.workers), None
         try:
-            _launch(work, now, splits, folder, place.restarts, meeting, place)
+            part, silence = (meeting, place), config.hang_timeout
+            launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, part=part)
         except (WorkerFailed, Refusal, Interrupted) as error:
             raised = error
         meeting.settle(outcome_of(raised))
@@ -161,20 +157,6 @@ def _saved(folder: Path) -> int | None:
     """When the run's last checkpoint was written, in nanoseconds; None where there is none."""
     last = folder / "checkpoints" / "last.ckpt"
     return last.stat().st_mtime_ns if last.exists() else None
-
-
-def _launch(
-    work: Callable[..., Any],
-    config: Config,
-    splits: Any,
-    folder: Path,
-    restarts: int,
-    meeting: Keeper | Guest | None,
-    place: Place | None,
-) -> Any:
-    layout, silence = config.layout, config.hang_timeout
-    work_on = (config, splits, folder)
-    return launch(work, *work_on, layout=layout, restarts=restarts, hang_timeout=silence, meeting=meeting, place=place)
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:

@@ -28,11 +28,7 @@ def named(key: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def check_target(key: str, target: str) -> None:
-    """Whether a target looks like one that can be imported. Nothing is imported.
-
-    Raises:
-        Refusal: it is no dotted path, or there is no such package.
-    """
+    """Refuses a target that is no dotted path, or of which there is no package. Nothing is imported."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise Refusal(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
     package = target.split(".")[0]
@@ -45,12 +41,9 @@ def check_target(key: str, target: str) -> None:
 
 
 def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:
-    """Compares what a file from elsewhere names in a group with what the user's own config names there: in the files of
-    conf/, and of the folders that Hydra composes from besides, and in what is `given` on the command line.
-
-    Raises:
-        Refusal: the file names something else. Nothing of it was imported.
-    """
+    """Refuses what a file from elsewhere names in a group and the user's own config does not: neither in the files of
+    conf/, and of the folders that Hydra composes from besides, nor in what is `given` on the command line. Nothing of
+    it was imported."""
     found = list(named(group, carried))
     if not found:
         return

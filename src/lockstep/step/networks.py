@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.watchdog import compiling
+from lockstep.launch.watchdog import patient
 
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
@@ -40,8 +41,9 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
-    torch._dynamo.on_compile_start(lambda _: compiling(True))
-    torch._dynamo.on_compile_end(lambda _: compiling(False))
+    compiling = ExitStack()
+    torch._dynamo.on_compile_start(lambda _: compiling.enter_context(patient()))
+    torch._dynamo.on_compile_end(lambda _: compiling.close())
     options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
     for network in found:
         network.compile(options=options, dynamic=False)

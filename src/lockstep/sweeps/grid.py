@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.meeting import decide
 from lockstep.run.arguments import key
@@ -24,7 +27,6 @@ from lockstep.run.schema import Sweep
 from lockstep.run.summary import summary_of
 from lockstep.sweeps import jobs
 from lockstep.sweeps.jobs import Job, Slot
-from lockstep.sweeps.progress import Progress
 
 
 def launch(
@@ -81,8 +83,8 @@ def launch(
             raise cast(Exception, done._return_value)  # `return_value` would print before it raises
 
     def told(job: Job) -> dict[str, Any]:
-        met = (config.num_nodes, config.rdzv_endpoint)
-        return dict(decide(f"end of {job.number}", lambda: summary_of(job.folder), *met, lasts=False))
+        what = f"end of {job.number} in life {environment().restarts}"
+        return dict(decide(what, lambda: summary_of(job.folder), config.num_nodes, config.rdzv_endpoint))
 
     try:
         jobs.run_jobs(missing, start, progress.ended, places, told if inside else None)
@@ -96,11 +98,7 @@ def launch(
 
 
 def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
-    """Refuses what a job would refuse when it comes to it, hours later perhaps.
-
-    Raises:
-        Refusal: naming the job.
-    """
+    """Refuses, naming the job, what that would refuse when it comes to it, hours later perhaps."""
     for job in listed:
         composed = context.config_loader.load_sweep_config(config, job.overrides)
         with open_dict(composed):
@@ -113,11 +111,7 @@ def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job])
 
 
 def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
-    """The devices of each job that runs at once.
-
-    Raises:
-        Refusal: too few devices, or jobs that can only run one by one.
-    """
+    """The devices of each job that runs at once. A Refusal where jobs can only run one by one, or devices are few."""
     if count == 1:
         return [Slot()]
     if inside:
@@ -126,3 +120,60 @@ def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
     return jobs.slots(count, visible, sorted(os.sched_getaffinity(0)))
+
+
+# --- a line at each job's end ---
+
+
+@dataclass
+class Progress:
+    """What a sweep tells while it runs."""
+
+    total: int  # jobs of the whole sweep
+    metric: str  # name in a summary's `metrics` by which the best is chosen
+    mode: str  # max or min
+    at_once: int = 1  # jobs that run at the same time
+    done: int = 0  # jobs that are over, of an earlier start too
+    failed: int = 0  # those of this start that did not end well
+    best: tuple[float, int] | None = None  # value, job number
+    seconds: list[float] = field(default_factory=list)  # that each job of this start took
+
+    def saw(self, number: int, summary: dict[str, Any]) -> float | None:
+        """Takes down that a job is over, and returns its result; only a completed run can be the best."""
+        self.done += 1
+        value = (summary.get("metrics") or {}).get(self.metric)
+        if value is not None and summary.get("status") == "completed":
+            sign = 1 if self.mode == "max" else -1
+            if self.best is None or sign * value > sign * self.best[0]:
+                self.best = (value, number)
+        return value
+
+    def ended(self, job: Job, summary: dict[str, Any]) -> None:
+        """Says how a job of this start went."""
+        status, took = summary.get("status"), time.monotonic() - job.started
+        value = self.saw(job.number, summary)
+        self.failed += status != "completed"
+        self.seconds.append(took)
+        parts = [f"[{self.done} of {self.total}] job {job.number} {status} in {duration(took)}: {job.label}"]
+        if value is not None:
+            parts.append(f"{self.metric} {value:.4g}")
+        elif status == "completed" and "metrics" in summary:
+            logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
+            parts.append(f"no {self.metric} to choose by; validation logged: {logged or 'nothing'}")
+        if self.best:
+            parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
+        if left := self.total - self.done:
+            mean = sum(self.seconds) / len(self.seconds)
+            parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
+        if environment().rank:
+            return
+        print(" | ".join(parts), file=sys.stderr, flush=True)
+        if status != "completed":
+            print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -24,11 +24,10 @@ from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import imported
-from lockstep.launch.processes import set_parent_death_signal
-from lockstep.launch.signals import Interrupted, say_ending
+from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending, set_parent_death_signal
 from lockstep.run.summary import conclude, summary_of
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = (*ENDING, signal.SIGUSR1)
 
 
 @dataclass
@@ -50,19 +49,9 @@ class Slot:
     cores: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Running:
-    process: Any
-    job: Job
-    place: Slot
-
-
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
-    """Devices dealt to `jobs` jobs that run at once: runs of neighbours, the first ones get what is left over.
-
-    Raises:
-        Refusal: there are fewer GPUs than jobs; or, without any, fewer cores.
-    """
+    """Devices dealt to `jobs` jobs that run at once: runs of neighbours. Fewer GPUs than jobs, or, without any, fewer
+    cores, are a Refusal."""
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
         are = "is" if count == 1 else "are"
@@ -108,7 +97,7 @@ def run_jobs(
 
     imported()
     fork = multiprocessing.get_context("fork")
-    running: dict[int, Running] = {}  # by what becomes ready when it ends
+    running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
     waiting, free = list(jobs), list(places)
     with _signals_passed_on(running, together=len(places) > 1) as received:
         while True:
@@ -120,14 +109,14 @@ def run_jobs(
                     job.started = time.monotonic()
                     process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
-                    running[process.sentinel] = Running(process, job, place)
+                    running[process.sentinel] = process, job, place
             if not running:
                 break
             for sentinel in wait(list(running)):
-                over = running.pop(cast(int, sentinel))
-                over.process.join()
-                free.append(over.place)
-                ended(over.job, _result(over.job, over.process.exitcode))
+                process, job, place = running.pop(cast(int, sentinel))
+                process.join()
+                free.append(place)
+                ended(job, _result(job, process.exitcode))
         if received:
             raise Interrupted(received[0])
 
@@ -173,7 +162,7 @@ def _result(job: Job, code: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _signals_passed_on(running: Mapping[int, Running], together: bool) -> Iterator[list[int]]:
+def _signals_passed_on(running: Mapping[int, tuple[Any, Job, Slot]], together: bool) -> Iterator[list[int]]:
     """Signals go to every job. Yields those received so far that end the sweep. Jobs that run
     `together` answer a Ctrl-C in their own logs only."""
     received: list[int] = []
@@ -183,16 +172,12 @@ def _signals_passed_on(running: Mapping[int, Running], together: bool) -> Iterat
             if together and signum == signal.SIGINT and signum not in received:
                 say_ending()
             received.append(signum)
-        for each in list(running.values()):
+        for process, *_ in list(running.values()):
             with suppress(ProcessLookupError):
-                os.kill(each.process.pid, signum)
+                os.kill(process.pid, signum)
 
-    before = {number: signal.signal(number, handler) for number in PASSED_ON}
-    try:
+    with handling(handler, *PASSED_ON):
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextmanager
