@@ -274,15 +274,6 @@ def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """A folder of real data sets, laid out as `data_dir` expects; the test is skipped where none is named."""
-    named = os.environ.get("LOCKSTEP_TEST_DATA")
-    if not named:
-        pytest.skip("needs real data: LOCKSTEP_TEST_DATA=<data_dir>")
-    return Path(named)
-
-
-@pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
     folder = tmp_path_factory.mktemp("project")

@@ -99,7 +99,7 @@ import os, sys, time; sys.path[:0] = sys.argv[1].split(':')
 import torch
 from lockstep.callbacks import checkpoint_io
 torch.set_num_threads(1)
-content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(5_000_000)}}
+content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(500_000)}}
 for delay in (0.02, 0.05, 0.1):
     child = os.fork()
     while child == 0:
