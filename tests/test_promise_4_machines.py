@@ -37,8 +37,8 @@ def test_a_sweep_of_two_machines_of_two_devices_goes_on_on_three_of_one(
     carried = site.homes[1] / "outputs" / "carried" / "there"
     shutil.move(folder, carried)
     shutil.rmtree(other)
-    met = ("num_nodes=3", f"rdzv_endpoint={site.names[1]}:29501", "devices=1", "max_epochs=4")
-    runs = site.finish_all([site.start(index, f"resume={carried}", *met) for index in (0, 1, 2)])
+    three = ("num_nodes=3", f"rdzv_endpoint={site.names[1]}:29501", "devices=1", "max_epochs=4")
+    runs = site.finish_all([site.start(index, f"resume={carried}", *three) for index in (0, 1, 2)])
     assert [run.returncode for run in runs] == [0] * 3, "\n".join(map(str, runs))
     alone = ("devices=1", "strategy=auto", "num_nodes=1", "rdzv_endpoint=null", "max_epochs=4")
     run_train(f"resume={run_train.outputs / 'copy'}", *alone)
