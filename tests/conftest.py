@@ -185,6 +185,22 @@ def of_process(pid: int, file: str) -> str:
         return ""
 
 
+def listening(pid: int) -> set[str]:
+    """Addresses at which a process accepts connections; Linux only."""
+    sockets, found = set(), set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in of_process(pid, f"net/{table}").splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and rest[5] in sockets:
+                raw = bytes.fromhex(local.partition(":")[0])  # in little-endian words
+                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.add(socket.inet_ntop(family, words).removeprefix("::ffff:"))
+    return found
+
+
 @dataclass(frozen=True)
 class Program:
     """Runs a program of the project as a user would, with `outputs` below the test's own folder."""
@@ -255,15 +271,6 @@ def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run = SimpleNamespace(run=lambda command, **options: forked(*command[1:]))
     monkeypatch.setattr(players, "subprocess", SimpleNamespace(**(vars(subprocess) | vars(run))))
-
-
-@pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """A folder of real data sets, laid out as `data_dir` expects; the test is skipped where none is named."""
-    named = os.environ.get("LOCKSTEP_TEST_DATA")
-    if not named:
-        pytest.skip("needs real data: LOCKSTEP_TEST_DATA=<data_dir>")
-    return Path(named)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 from conftest import Program, Run
+
+from lockstep.arithmetic.layout import resolve
+from lockstep.arithmetic.order import DataOrder
+from lockstep.run.opening import open_data
 
 DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
 TASK = (
@@ -21,7 +27,7 @@ TASK = (
     "callbacks.dashboard=null",
 )
 DDP, DP, PIPELINE = (("strategy=" + name, "devices=2") for name in ("ddp", "dp", "pipeline"))
-LAYOUTS = {"one": ("devices=1",), "ddp": DDP, "dp": DP}
+BOTH = ("strategy=ddp,dp", "devices=2")
 
 
 def train(project: Path, outputs: Path, name: str, *overrides: str, cut: str = "", ok: bool = True) -> Run:
@@ -35,5 +41,50 @@ def go_on(project: Path, run: Run, *overrides: str, ok: bool = True) -> Run:
     return program(f"resume={run.folder}", *overrides, cwd=project, ok=ok)
 
 
+def jobs(project: Path, outputs: Path, names: str, *overrides: str) -> list[Run]:
+    """The runs of a sweep over modules, `One,mine.Other`, or over what is overridden."""
+    return [Run(0, "", "", folder) for folder in train(project, outputs, names, *overrides, "-m").jobs]
+
+
 def same_bits(*runs: Run) -> bool:
     return len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+# --- by hand, in plain torch: no pieces, no Lightning, no step of ours ---
+
+
+class Replica:
+    """The network of `LitDigits` and its optimizer, as a loop by hand has them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        first, last = torch.nn.Linear(12 * 12, 16), torch.nn.Linear(16, 3)
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), first, torch.nn.ReLU(), last).double()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def gradient(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(F.cross_entropy(self.net(x), y), list(self.net.parameters()))
+
+    def apply(self, gradient: tuple[torch.Tensor, ...]) -> None:
+        for parameter, value in zip(self.net.parameters(), gradient, strict=True):
+            parameter.grad = value
+        self.optimizer.step()
+
+
+def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The two epochs of a run with so many samples."""
+    data = open_data({"_target_": "project.data.synthetic", **DATA, "samples": samples}, "data")
+    on = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=24)
+    order = DataOrder(len(data.train), on, 0)
+    images = torch.stack([data.train[index][0] for index in range(len(data.train))]).double()
+    x = (images / 255 - data.spec.mean[0]) / data.spec.std[0]
+    y = torch.stack([data.train[index][1] for index in range(len(data.train))])
+    ids = [torch.from_numpy(order.step(e, s)) for e in range(2) for s in range(order.steps_per_epoch)]
+    return [(x[each], y[each]) for each in ids]
+
+
+def same_as(folder: Path, net: torch.nn.Module) -> bool:
+    """Whether a run ended with these weights."""
+    found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    pairs = ((found[f"net.{name}"], value) for name, value in net.state_dict().items())
+    return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)

@@ -18,13 +18,14 @@ JOB = (*STRUCK, "exact=true", "pieces=4")
 
 SLOW = """
 import time
+from pathlib import Path
 
 from lightning.pytorch import Callback
 
 
 class Slow(Callback):
     def on_train_batch_end(self, *args, **kwargs):
-        time.sleep(0.1)
+        time.sleep(0 if Path("hurry").exists() else 0.2)
 """
 
 
@@ -79,6 +80,12 @@ class Site:
         began = time.time()
         runs = self.homes[index] / "outputs"
         wait_for(lambda: any(file.stat().st_mtime > began for file in runs.rglob("last.ckpt")), process)
+
+
+def hurry(site: Site, on: bool = True) -> None:
+    """Lets steps of runs with callbacks=[default,slow], which take long, take no longer than they need."""
+    for home in site.homes:
+        (home / "hurry").touch() if on else (home / "hurry").unlink(missing_ok=True)
 
 
 def ended_well(runs: list[Run], name: str) -> dict[str, object]:

@@ -207,17 +207,3 @@ def test_memory_format_and_strides_do_not_matter() -> None:
         found = steps_of([[addend]], like)[0][0]
         assert same(found, expected)
         assert [value.stride() for value in found] == [value.stride() for value in like]
-
-
-def test_the_grids_are_all_the_state_there_is() -> None:
-    first, second = addends(3, 1), addends(3, 2)
-    expected = steps_of([[first], [second]], zeros())[0][1]
-    before, after = ExactSum(zeros()), ExactSum(zeros())
-    for addend in first:
-        before.add(addend)
-    before.total(alone)
-    after.exponents = list(before.exponents)
-    after.begin()
-    for addend in second:
-        after.add(addend)
-    assert same(after.total(alone), expected)

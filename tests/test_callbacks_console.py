@@ -14,8 +14,7 @@ import forks
 import pytest
 import torch
 from conftest import of_torchrun, wait_for
-from lightning.pytorch.loggers import CSVLogger
-from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Loader, Plain, board, loaders, scalars, step_of, trainer_with
+from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
@@ -111,11 +110,6 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
         assert text.count(epoch) == 1
 
 
-def test_results_of_the_test_are_a_line(tmp_path: Path, said: Callable[[], list[str]]) -> None:
-    trainer_with(tmp_path, Console(bar=False)).test(Plain(), Loader(1), verbose=False)
-    assert said() == ["test (last weights, step 0)  acc 0.5000  count 354"]
-
-
 def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     class Forked(Plain):
         def training_step(self, batch: FakeBatch, batch_idx: int) -> Tensor:
@@ -135,21 +129,6 @@ def test_a_metric_that_lightning_forks_is_shown_once(tmp_path: Path, said: Calla
 
 
 CONFIG = {"lr": 0.1, "model": {"name": "tiny", "_target_": "mine"}, "shares": [1, 2], "pieces": None, "resume": "last"}
-
-
-def test_curves_are_what_meter_measured(tmp_path: Path) -> None:
-    callbacks = Meter(log_every=3), Dashboard(CONFIG, "one line")
-    trainer = trainer_with(tmp_path, *callbacks, epochs=2, logger=board(tmp_path))
-    module = Counting()
-    trainer.fit(module, **loaders())
-    trainer.test(module, Loader(1), verbose=False)
-    curves = scalars(tmp_path / "tensorboard")
-    assert curves["train/loss"] == [(1, 1.0), (3, 2.5), (6, 5.0), (9, 8.0), (12, 11.0)]
-    assert curves["train/acc"] == [(step, 0.25) for step in (1, 3, 6, 9, 12)]
-    assert [value for _, value in curves["val/acc"]] == [0.5, 0.75]
-    for tag in ("train/lr", "train/grad_norm", "workers/step_seconds", "workers/data_wait", "workers/peak_gib"):
-        assert [step for step, _ in curves[tag]] == [1, 3, 6, 9, 12]
-    assert "hp_metric" not in curves
 
 
 def test_the_gradient_norm_is_that_of_the_step(tmp_path: Path) -> None:
@@ -177,21 +156,6 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
     options: dict[str, Any] = {"logger": board(tmp_path), "log_every_n_steps": 2, "epochs": 2}
     trainer_with(tmp_path, Meter(log_every=2), Dashboard(CONFIG, ""), **options).fit(Logging(), **loaders())
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["train/loss"]] == [1, 3, 5, 7, 9, 11]  # Lightning's
-
-
-def test_csv_gets_the_same_numbers(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="", version="csv")
-    trainer_with(tmp_path, Meter(log_every=3), Dashboard(CONFIG, ""), logger=logger).fit(Counting(), **loaders())
-    text = (tmp_path / "csv" / "metrics.csv").read_text()
-    header, *rows = text.splitlines()
-    assert {"train/loss", "train/acc", "train/grad_norm", "val/acc", "worker_time/compute"} <= set(header.split(","))
-    assert len(rows) == 4  # three measurements, one validation
-    assert {row.split(",")[header.split(",").index("epoch")] for row in rows} == {"0"}
-    assert set((tmp_path / "csv" / "hparams.yaml").read_text().splitlines()) == {
-        "lr: 0.1",
-        "model.name: tiny",
-        "shares: '[1, 2]'",
-    }
 
 
 def test_the_dashboard_needs_a_meter(tmp_path: Path) -> None:

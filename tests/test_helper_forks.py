@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
-from conftest import Program, wait_for, workers_of
+from conftest import Program
 
 TOLD = """
 import atexit, json, multiprocessing, os, random, signal, sys, tempfile, threading
@@ -42,16 +40,3 @@ def test_a_program_can_not_tell(tmp_path: Path) -> None:
         assert run.stdout.partition("} ")[2].startswith("True")  # the control: it is another way
         assert run.stdout.endswith("left\n")
     assert found[0].stdout != found[1].stdout  # random numbers are each one's own
-
-
-def test_a_killed_one_is_told_as_such(tmp_path: Path) -> None:
-    script = tmp_path / "waits.py"
-    script.write_text("import os, time\nprint('there', flush=True)\nos.fork()\nopen('there', 'w')\ntime.sleep(60)")
-    program = Program(tmp_path, str(script))
-    process = program.start(cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "there").exists() and workers_of(process), process)
-    assert process.poll() is None
-    os.killpg(process.pid, signal.SIGKILL)
-    run = program.finish(process)
-    assert (run.returncode, run.stdout) == (-signal.SIGKILL, "there\n")
-    process.kill()  # nobody, by now

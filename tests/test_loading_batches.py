@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import BasePredictionWriter
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
 
@@ -189,37 +188,6 @@ def quiet_trainer(*callbacks: pl.Callback) -> pl.Trainer:
         accelerator="cpu", devices=1, callbacks=list(callbacks), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-
-
-class Indices(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("epoch")
-        self.found: list[int] = []
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        self.found = [i for loader in indices for batch in loader for i in batch]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("world_size", "samples", "workers"), [(1, 700, 1), (3, 700, 0), (3, 1, 0)])
-def test_lightning_predicts_in_the_order_of_samples(world_size: int, samples: int, workers: int) -> None:
-    torch.manual_seed(0)
-    spec = {"channels": 1, "image_size": 12, "num_classes": 3}
-    net = MnistCNN(**spec)
-    images = arrays(samples, size=12)
-    sides = splits(arrays(9), evaluated=images)
-    found: list[Any] = []
-    written: list[int] = []
-    for rank in range(world_size):
-        data = DataModule(sides, layout(world_size), 0, rank, num_workers=workers)
-        writer = Indices()
-        found += quiet_trainer(writer).predict(net, datamodule=data) or []
-        written += writer.found
-    x = (torch.as_tensor(images.__getitems__(range(samples))[0]) / 255 - 0.4) / 0.2
-    with torch.no_grad():
-        expected = net.eval()(x)
-    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
-    assert written == list(range(samples))
 
 
 @pytest.mark.filterwarnings("ignore")

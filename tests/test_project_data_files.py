@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
-import os
 import socket
 import struct
 import threading
@@ -74,14 +73,6 @@ def test_damaged_idx_files_are_refused_by_name(mnist_dir: Path, name: str, damag
     assert all(word in one_line(error) for word in [name, *words])
 
 
-def test_damaged_gzip_is_refused(mnist_dir: Path) -> None:
-    file = mnist_dir / "MNIST" / "raw" / "train-images-idx3-ubyte"
-    file.with_name(file.name + ".gz").write_bytes(gzip.compress(file.read_bytes())[:-20])
-    file.unlink()
-    with pytest.raises(Refusal, match=r"train-images-idx3-ubyte\.gz: damaged gzip"):
-        mnist(str(mnist_dir))
-
-
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -129,9 +120,3 @@ def test_cifar10_opens_no_file_whose_digest_is_wrong(mnist_dir: Path) -> None:
         (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # a pickle that would run a command
     with pytest.raises(Refusal, match=r"data_batch_1: damaged \(its MD5"):
         file_sets.cifar10(str(mnist_dir))
-
-
-@pytest.mark.skipif("LOCKSTEP_TEST_DATA" not in os.environ, reason="LOCKSTEP_TEST_DATA names no folder with real data")
-def test_real_mnist() -> None:
-    found = open_data(config("mnist"), os.environ["LOCKSTEP_TEST_DATA"])
-    assert (len(found.train), len(found.val), len(found.test)) == (54_000, 6_000, 10_000)

@@ -49,12 +49,7 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"devices": 3}, "batch_size=63 or 66 can; so can pieces=4"),
-        ({"devices": 4, "pieces": 2}, "give pieces=4 or more"),
-        ({"devices": 2, "pieces": 8, "accumulate_grad_batches": 2}, "means accumulate_grad_batches=4, not 2"),
-        ({"batch_size": 3, "pieces": 8}, "batch_size=8 can"),
         ({"strategy": "dp", "devices": 3, "pieces": 3}, "batch_size=63 or 66 can"),
-        ({"strategy": "dp", "devices": 3}, "batch_size=63 or 66 can; so can pieces=4"),
         ({"batch_size": 1 << 17, "pieces": 1 << 17}, "pieces=131072: a step is cut into 65,536 pieces at most"),
         ({"batch_size": 1 << 14, "pieces": 1 << 14, "exact": True}, "cut into 8,192 pieces at most under exact=true"),
     ],

@@ -44,12 +44,6 @@ def test_any_order_any_chunks_any_devices_same_numbers(seed: int, n: int, scale:
     assert int(total) == sum(value > 1 for value in values.tolist())
 
 
-def test_a_share_of_samples_is_rounded_once() -> None:
-    mean = ExactMean()
-    mean.update(torch.arange(359) < 123)
-    assert float(mean.compute()) == 123 / 359
-
-
 def test_the_sum_forgets_no_small_one() -> None:
     """Added up in floats, in either precision, the small ones would be lost beside the large one."""
     mean = ExactMean()

@@ -29,15 +29,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_one_layout_survives_faults() -> None:
-    done = forked(CHAOS, "--faults=5", "--layouts=ddp_accumulate", SEED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 faults" in done.stdout
-
-
 def test_exact_survives_faults_on_changing_layouts() -> None:
     done = forked(CHAOS, "--exact", "--faults=4", SEED)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 faults" in done.stdout
 
 
 def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:

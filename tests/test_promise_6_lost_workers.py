@@ -7,12 +7,11 @@ import os
 import signal
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import STRUCK as JOB
-from conftest import Process, Program, Run, of_process, wait_for, workers_of
+from conftest import Process, Program, Run, wait_for, workers_of
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +26,19 @@ def strike(program: Program, process: Process, rank: int, signum: int, workers: 
     began = time.time()
     wait_for(lambda: any(p.stat().st_mtime > began for p in program.outputs.rglob("last.ckpt")), process)
     os.kill(pids[rank], signum)
-    if signum == signal.SIGKILL:
-        wait_for(lambda: not set(pids) & set(workers_of(process)), process)
+    wait_for(lambda: not set(pids) & set(workers_of(process)), process)
 
 
-def test_a_silent_worker_is_named_and_its_group_started_again(run_train: Program, undisturbed: Run) -> None:
+def test_restarts_in_a_row_after_silence_and_kills(run_train: Program, undisturbed: Run) -> None:
     exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
-    process = run_train.start(*JOB, *exact, "max_restarts=1", "hang_timeout=6")
+    process = run_train.start(*JOB, *exact, "max_restarts=4", "checkpoint_every=1", "hang_timeout=6")
     strike(run_train, process, 1, signal.SIGSTOP, workers=2)
+    for rank in (0, 1, 0):
+        strike(run_train, process, rank, signal.SIGKILL, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
     assert "rank 1 was silent for 6 s in step" in run.stderr
-    assert run.summary["restarts"] == 1
+    assert run.summary["restarts"] == 4
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
@@ -65,15 +65,6 @@ def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
     assert run.summary["throughput"]["seconds"] > 10, "the disk is slow"
 
 
-def test_without_a_restart_left_it_ends(run_train: Program) -> None:
-    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "hang_timeout=6", "max_epochs=100000")
-    strike(run_train, process, 0, signal.SIGSTOP, workers=2)
-    run = run_train.finish(process)
-    assert run.returncode == 1, str(run)
-    assert "rank 0 was silent for 6 s" in run.summary["error"]
-    assert "Traceback" not in run.stderr
-
-
 def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:
     process = run_train.start(*JOB, "exact=true", "pieces=4", "strategy=ddp", "devices=3", "elastic=true")
     strike(run_train, process, 2, signal.SIGKILL, workers=3)
@@ -86,17 +77,6 @@ def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:
     assert run.summary["layout"]["devices"] == 1
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     assert len(run.folders) == 1
-
-
-def test_four_restarts_in_a_row(run_train: Program, undisturbed: Run) -> None:
-    exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
-    process = run_train.start(*JOB, *exact, "max_restarts=4", "checkpoint_every=1")
-    for kill in range(4):
-        strike(run_train, process, kill % 2, signal.SIGKILL, workers=2)
-    run = run_train.finish(process)
-    assert run.returncode == 0, str(run)
-    assert run.summary["restarts"] == 4
-    assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
 def test_a_long_name_of_the_temporary_folder_does_not_hang_the_loaders(run_train: Program, tmp_path: Path) -> None:
@@ -116,35 +96,6 @@ def test_what_was_killed_leaves_no_temporary_files(run_train: Program) -> None:
         time.sleep(1)  # what is younger may be about to be locked
         run_train(*JOB, "max_epochs=1", "num_workers=1", env={"TMPDIR": folder})
         assert not [*Path(folder).glob("lockstep_*"), *Path(folder).glob("pymp-*")]
-
-
-def test_nobody_listens_beyond_this_machine(run_train: Program) -> None:
-    process = run_train.start(*JOB, "strategy=ddp", "devices=2", "max_epochs=100000")
-    wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
-    heard = {address for pid in (process.pid, *workers_of(process)) for address in listening(pid)}
-    process.send_signal(signal.SIGTERM)
-    assert run_train.finish(process).returncode == 143
-    assert heard, "the rendezvous listens somewhere"
-    assert heard <= LOOPBACK
-
-
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", 24 * "0" + "01000000"}  # 127.0.0.1, mapped too, and ::1
-
-
-def listening(pid: int) -> set[str]:
-    """Addresses that a process accepts connections on, as Linux writes them: in little-endian words."""
-    sockets, found = set(), set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            kind, _, inode = os.readlink(link).partition(":")
-            if kind == "socket":
-                sockets.add(inode.strip("[]"))
-    for table in ("tcp", "tcp6"):
-        for line in of_process(pid, f"net/{table}").splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in sockets:
-                found.add(local.partition(":")[0])
-    return found
 
 
 def test_a_run_tells_what_made_it(undisturbed: Run) -> None:

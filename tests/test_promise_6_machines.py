@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import Program, Run, wait_for, workers_of
-from several import JOB, Site, ended_well
+from several import JOB, Site, ended_well, hurry
 
 pytestmark = pytest.mark.slow
 LONG = ("max_epochs=100000", "checkpoint_every=20")
@@ -18,6 +18,7 @@ LONG = ("max_epochs=100000", "checkpoint_every=20")
 @pytest.fixture(autouse=True)
 def nothing_left(site: Site) -> Iterator[None]:
     """A test that fails leaves no run to the next one."""
+    hurry(site, on=False)
     yield
     for index in range(len(site.names)):
         site.machines.kill(index)
@@ -78,10 +79,12 @@ def test_those_that_are_left_go_on_and_one_that_comes_back_takes_part(site: Site
     site.saved(0, processes[0])
     met = ("num_nodes=3", f"rdzv_endpoint={site.names[0]}:29500", "strategy=ddp")
     processes[2] = site.start(2, *JOB, *met, *task)
+    log = next(site.homes[0].glob("outputs/elastic/*/train.log"))
+    wait_for(lambda: log.read_text().count(" of 3 nodes, exact") == 2, processes[0])
+    hurry(site)
     summary = ended_well(site.finish_all(processes), "elastic")
     assert summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
-    log = next(site.homes[0].glob("outputs/elastic/*/train.log")).read_text()
-    assert [log.count(f" of {count} nodes, exact") for count in (3, 2)] == [2, 1]
+    assert [log.read_text().count(f" of {count} nodes, exact") for count in (3, 2)] == [2, 1]
 
 
 def test_the_machine_that_keeps_the_run_comes_back(site: Site, undisturbed: Run) -> None:
@@ -91,6 +94,7 @@ def test_the_machine_that_keeps_the_run_comes_back(site: Site, undisturbed: Run)
     site.machines.kill(0)
     site.finish(0, processes[0])
     met = ("num_nodes=2", f"rdzv_endpoint={site.names[0]}:29500")
+    hurry(site)
     processes[0] = site.start(0, "resume=last", *met)
     summary = ended_well(site.finish_all(processes), "kept")
     assert summary["weights_sha256"] == undisturbed.summary["weights_sha256"]

@@ -4,7 +4,6 @@ whatever is installed."""
 from __future__ import annotations
 
 import copy
-import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -120,48 +119,26 @@ def test_a_foreign_checkpoint_does_nothing(tmp_path: Path, group: str, evil: dic
     assert run.folders == []
 
 
-FILES = {
-    "model/bought": """
+BOUGHT = """
 name: bought
 _target_: project.models.ImageClassifier
-label_smoothing: 0.1
 net:
   _target_: torchvision.models.shufflenet_v2_x0_5
   num_classes: 10
-""",
-    "optimizer/rmsprop": "_target_: torch.optim.RMSprop\n_partial_: true\nalpha: 0.9\nweight_decay: 0.1\n",
-    "logger/rows": "_target_: lightning.pytorch.loggers.CSVLogger\nname: rows\nversion: all\n",
-    "callbacks/stopping": """
-defaults: [default]
-stopping:
-  _target_: lightning.pytorch.callbacks.EarlyStopping
-  monitor: val/loss
-  stopping_threshold: 100
-""",
-}
+"""
 
 
-def test_the_users_config_names_what_is_installed_by_yaml_alone(tmp_path: Path) -> None:
-    for name, content in FILES.items():
-        file = tmp_path / "conf" / f"{name}.yaml"
-        file.parent.mkdir(parents=True)
-        file.write_text(content)
+def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
+    """More of it: test_docs_own_page.py."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "bought.yaml").write_text(BOUGHT)
     own = "--config-dir", str(tmp_path / "conf")
-    task = "data=synthetic", "data.samples=128", "data.channels=3", "data.image_size=32", "threads=1", "max_epochs=3"
-    chosen = "model=bought", "optimizer=rmsprop", "logger=rows", "callbacks=stopping"
+    task = "data=synthetic", "data.samples=128", "data.channels=3", "data.image_size=32", "threads=1", "max_epochs=1"
     train = Program(tmp_path / "outputs")
-    run = train(*task, *chosen, "lr=0.01", "val_every=1", *own)
-    trained = run.summary
-    assert trained["steps"] == 1, "it stops after the first validation"
-    with (run.folder / "rows" / "all" / "metrics.csv").open() as table:
-        assert {"val/loss", "train/loss"} <= set(csv.DictReader(table).fieldnames or ())
-    checkpoint = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)
-    (optimizer,) = checkpoint["optimizer_states"]
-    assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.1, 0.0]
-    assert {group["alpha"] for group in optimizer["param_groups"]} == {0.9}
-    refused = train("resume=last", "optimizer=sgd", "max_epochs=4", ok=False)
-    assert "optimizer._target_=torch.optim.SGD: " in refused.stderr
-    assert "holds the state of torch.optim.RMSprop" in refused.stderr
+    trained = train(*task, "model=bought", *own).summary
+    refused = train("resume=last", "optimizer=adamw", "max_epochs=4", ok=False)
+    assert "optimizer._target_=torch.optim.AdamW: " in refused.stderr
+    assert "holds the state of torch.optim.SGD" in refused.stderr
 
     evaluate = Program(tmp_path / "outputs", "src/evaluate.py")
     tested = evaluate("checkpoint=last", "threads=1", *own)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import compare as program
 import numpy as np
 import pytest
 from comparison.curves import read_curves
 from comparison.groups import find_runs, grouped
-from conftest import ROOT, Program
+from conftest import Program
 from torch.utils.tensorboard import SummaryWriter
 
-TINY = ("data=synthetic", "data.samples=64", "data.image_size=12", "max_steps=2", "batch_size=32", "logger=none")
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "max_steps=2", "batch_size=32", "threads=1")
 
 
-def compare(*runs: Path | str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/compare.py", *map(str, runs)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def compare(*given: Path | str) -> SimpleNamespace:
+    """The program, in this process."""
+    said, complained = io.StringIO(), io.StringIO()
+    arguments = mock.patch.object(sys, "argv", ["compare.py", *map(str, given)])
+    with arguments, redirect_stdout(said), redirect_stderr(complained):
+        code = program.main()
+    return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=complained.getvalue())
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
@@ -39,8 +47,9 @@ def written(folder: Path, **summary: Any) -> Path:
     return folder
 
 
-def test_two_runs(tmp_path: Path) -> None:
-    one, two = Program(tmp_path / "one")(*TINY), Program(tmp_path / "two")(*TINY, "strategy=dp", "devices=2", "lr=0.07")
+def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
+    one = Program(tmp_path / "one")(*TINY, "logger=tensorboard", "max_steps=12", "log_every=2")
+    two = Program(tmp_path / "two")(*TINY, "strategy=dp", "devices=2", "lr=0.07")
     done = compare(one.folder, two.folder)
     assert done.returncode == 0, done.stderr
     found = rows(done.stdout)
@@ -51,6 +60,17 @@ def test_two_runs(tmp_path: Path) -> None:
     assert "seed" not in found
     assert "the same in both: code, versions" in done.stdout
     assert done.stdout.endswith("weights: different bits\n")
+    assert compare(one.folder, one.folder).stdout.endswith("weights: the same bits\n")
+
+    curves = read_curves(one.folder, one.summary)
+    assert curves["train/loss"].samples[-1] == one.summary["samples_seen"]
+    assert curves["val/acc"].values[-1] == pytest.approx(one.summary["metrics"]["val/acc"])
+    done = compare(one.folder)
+    (row,) = json.loads((one.folder / "compare" / "compare.json").read_text())
+    assert 0 < row["GiB"] < 10
+    for name in ("loss.png", "accuracy.png", "speed.png"):
+        assert name in done.stdout
+        assert (one.folder / "compare" / name).stat().st_size > 10_000
 
 
 def test_accuracy_against_a_key(tmp_path: Path) -> None:
@@ -75,30 +95,6 @@ def test_accuracy_against_a_key(tmp_path: Path) -> None:
     refused = compare(tmp_path, "--by", "momentum")
     assert refused.returncode == 2
     assert "--by momentum: no completed runs differ in a number of that name" in refused.stderr
-
-
-def test_the_same_run(tmp_path: Path) -> None:
-    run = written(tmp_path / "run", weights_sha256="a" * 64, metrics={"test/acc": 0.5})
-    done = compare(run, run)
-    assert (done.returncode, done.stdout) == (
-        0,
-        "the same in both: config, outcome\n"
-        "neither tells: code, versions, machine, layout, data\n"
-        "weights: the same bits\n",
-    )
-
-
-def test_what_one_has_and_the_other_lacks(tmp_path: Path) -> None:
-    one = written(tmp_path / "one", metrics={"test/acc": 0.123456789}, git={"commit": "b" * 40, "dirty": True})
-    two = written(tmp_path / "two", metrics={}, git={"commit": "c" * 40, "dirty": True})
-    (one / "git.diff").write_text("+ a line")
-    done = compare(one, two)
-    found = rows(done.stdout)
-    assert found["metrics.test/acc"] == ("0.123457", "-")
-    assert found["commit"] == ("b" * 12, "c" * 12)
-    assert found["changes"][1] == "-"
-    assert "dirty" not in found
-    assert done.stdout.endswith("weights: a run without an end has none to compare\n")
 
 
 @pytest.mark.parametrize(
@@ -185,18 +181,6 @@ def test_what_trained_nothing_is_left_out_and_counted(sweep: Path) -> None:
     assert len(grouped(find_runs([sweep / "others"]))[0].runs) == 2, "among themselves they are compared"
 
 
-def test_a_refused_run_is_called_by_what_is_known_of_it(tmp_path: Path) -> None:
-    job(tmp_path / "0", 1, 0, 0.5, 90.0)
-    job(tmp_path / "1", 1, 0, 0.0, 0.0, lr=-1, layout=None, status="failed", error="lr=-1: no")
-    job(tmp_path / "2", 99, 0, 0.0, 0.0, layout=None, status="failed", error="devices=99: no")
-    done = compare(tmp_path)
-    assert "\n1 (lr=-1): failed, lr=-1: no\n2 (lr=0.1): failed, devices=99: no\n" in done.stdout
-    job(tmp_path / "1", 2, 0, 0.6, 150.0)
-    done = compare(tmp_path)
-    assert "\n2: failed, devices=99: no\n" in done.stdout
-    assert "None" not in done.stdout
-
-
 def test_a_folder_without_runs(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -215,17 +199,3 @@ def test_curves_of_a_run_that_went_on_later(tmp_path: Path, name: str) -> None:
     assert curve.values.tolist() == [10, 20, 31, 41]
     assert curve.samples.tolist() == [31.5, 63, 94.5, 126]
     assert np.diff(curve.seconds).max() <= 2
-
-
-def test_curves_and_memory_of_real_runs(tmp_path: Path) -> None:
-    options = (*TINY[:-1], "data.samples=200", "max_steps=12", "log_every=2", "threads=1")
-    run = Program(tmp_path / "outputs")(*options)
-    curves = read_curves(run.folder, run.summary)
-    assert curves["train/loss"].samples[-1] == run.summary["samples_seen"]
-    assert curves["val/acc"].values[-1] == pytest.approx(run.summary["metrics"]["val/acc"])
-    done = compare(run.folder)
-    (row,) = json.loads((run.folder / "compare" / "compare.json").read_text())
-    assert 0 < row["GiB"] < 10
-    for name in ("loss.png", "accuracy.png", "speed.png"):
-        assert name in done.stdout
-        assert (run.folder / "compare" / name).stat().st_size > 10_000

@@ -330,18 +330,6 @@ def test_pieces_add_backward_passes_and_nothing_else(tmp_path: Path) -> None:
     assert rest[0] == rest[1]
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_pieces_make_the_same_step(tmp_path: Path, exact: bool) -> None:
-    one, four, other = Net().double(), Net().double(), Net().double()
-    first, _ = fit(tmp_path, one, ours=True)
-    second, _ = fit(tmp_path, four, ours=True, pieces=4, exact=exact)
-    fit(tmp_path, other, ours=True, pieces=4, max_epochs=1)
-    assert float((weights(one) - weights(four)).norm() / weights(one).norm()) < (1e-11 if exact else 1e-14)
-    assert float((weights(one) - weights(other)).norm() / weights(one).norm()) > 1e-4  # the control
-    name = "train/loss_epoch"  # weighted by each piece's samples, also where the last step's pieces are uneven
-    assert float(first.callback_metrics[name]) == pytest.approx(float(second.callback_metrics[name]), rel=1e-6)
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Path, momentum: float | None) -> None:
     """`momentum=None`: and those of a run the mean over its steps."""
@@ -356,16 +344,6 @@ def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Pat
         expected = expected.lerp(step, momentum or 1 / number)
     assert torch.allclose(norm.running_mean, expected, atol=1e-6)
     assert int(norm.num_batches_tracked) == 3
-
-
-def test_dropout_follows_from_seed_step_and_piece(tmp_path: Path) -> None:
-    first, again, other = Net(dropout=0.5), Net(dropout=0.5), Net(dropout=0.5)
-    fit(tmp_path, first, ours=True, pieces=4)
-    torch.rand(100)  # whatever happened to the global generator
-    fit(tmp_path, again, ours=True, pieces=4)
-    fit(tmp_path, other, ours=True, pieces=2)
-    assert torch.equal(weights(first), weights(again))
-    assert not torch.allclose(weights(first), weights(other))
 
 
 class Broken(Net):

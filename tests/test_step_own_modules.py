@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, Run, apart
+from conftest import Program, Run, apart, summary_of
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from own_runs import DDP, DP, LAYOUTS, PIPELINE, go_on, same_bits, train
+from own_runs import DDP, DP, PIPELINE, go_on, jobs, same_bits, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.arithmetic.layout import Refusal
@@ -31,7 +31,7 @@ SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAvera
 
 def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Path) -> None:
     """As on one device: whether they are changed in place or replaced."""
-    runs = [train(project, tmp_path / n, "Buffers", "max_epochs=1", "pieces=4", *LAYOUTS[n]) for n in ("one", "dp")]
+    runs = jobs(project, tmp_path, "Buffers", "max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
     one, dp = (torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in runs)
     assert one["seen"] == dp["seen"] == 81
     assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
@@ -42,7 +42,7 @@ def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Pa
 
 
 def test_outputs_in_a_named_tuple_come_from_scattered_devices(project: Path, tmp_path: Path) -> None:
-    one, dp = (train(project, tmp_path / n, "Named", "max_epochs=1", *LAYOUTS[n]) for n in ("one", "dp"))
+    one, dp = jobs(project, tmp_path, "Named", "max_epochs=1", "strategy=dp", "devices=1,2")
     assert apart(dp, one) < 1e-10
 
 
@@ -60,23 +60,11 @@ def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
 
 
 def test_mixed_labels_and_weighted_classes_of_a_classifier(project: Path, tmp_path: Path) -> None:
-    options = ("precision=32-true", "lr=0.05")
-    mixed, plain = (train(project, tmp_path / n, n, *options) for n in ("MixedClassifier", "MnistCNN"))
+    mixed, plain = jobs(project, tmp_path, "MixedClassifier,mine.MnistCNN", "precision=32-true", "lr=0.05")
     assert mixed.summary["metrics"]["test/acc"] == plain.summary["metrics"]["test/acc"]
 
 
 # --- what goes on after a stop ----------------------------------------------------------------------------------------
-
-
-def test_what_it_logs_stands_once_after_a_kill(project: Path, tmp_path: Path) -> None:
-    task = ("logger=tensorboard", "log_every=1", "checkpoint_every=5", "pieces=1", "max_epochs=3")
-    undisturbed = train(project, tmp_path / "undisturbed", "Cut", *task)
-    run = train(project, tmp_path / "cut", "Cut", *task, cut="SIGKILL", ok=False)
-    assert run.returncode == 1, str(run)
-    assert [step for step, _ in train_loss(run)] == list(range(1, 7))
-    go_on(project, run)
-    assert [step for step, _ in train_loss(run)] == list(range(1, 13))
-    assert train_loss(run) == train_loss(undisturbed)
 
 
 def train_loss(run: Run) -> list[tuple[int, float]]:
@@ -85,12 +73,16 @@ def train_loss(run: Run) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
 
 
-def test_what_an_epoch_began_with_is_there_when_it_goes_on(project: Path, tmp_path: Path) -> None:
-    task = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # killed in step 7, of four an epoch
+def test_what_an_epoch_began_with_is_there_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
+    killed = ("max_epochs=3", "pieces=1", "num_workers=1", "checkpoint_every=5")  # in step 7, of four an epoch
+    task = (*killed, "logger=tensorboard", "log_every=1")
     whole = train(project, tmp_path / "whole", "Curriculum", *task)
     cut = train(project, tmp_path / "cut", "Curriculum", *task, cut="SIGKILL", ok=False)
     assert cut.returncode == 1, str(cut)
+    assert [step for step, _ in train_loss(cut)] == list(range(1, 7))
     assert same_bits(go_on(project, cut), whole)
+    assert [step for step, _ in train_loss(cut)] == list(range(1, 13))
+    assert train_loss(cut) == train_loss(whole)
 
 
 def test_a_schedule_that_follows_a_metric_by_steps_goes_on(project: Path, tmp_path: Path) -> None:
@@ -146,44 +138,78 @@ def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "says"),
+    ("options", "says"),
     [
-        # before anything starts: no folder is left
-        ("Twice", (), "configure_optimizers returned several optimizers: a step has one"),
-        ("Keeps", ("precision=32-true",), "mine.Keeps: its hyperparameters hold net (Flatten), and a checkpoint holds"),
-        ("LitDigits", ("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change noth"),
-        ("LitDigits", ("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change noth"),
-        ("OwnData", (), "mine.OwnData: its train_dataloader would not be asked"),
-        ("LitDigits", (SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
-        (
-            "LitDigits",
-            (*DDP, "strategy.average_every=2", EMA),
-            "callbacks.ema: under strategy.average_every each device",
-        ),
-        ("AfterBackward", (), "its on_after_backward would see the gradient of a piece"),
-        ("Moves", (), "its transfer_batch_to_device would see a whole step instead of a batch"),
-        # in the first steps
-        ("Spare", DDP, "no gradient has reached spare.weight, spare.bias"),
-        ("Sometimes", (*DDP, "pieces=4"), "no gradient has reached head.weight, head.bias in a step's last piece"),
-        ("Gathers", (*DDP, "pieces=3", "hang_timeout=20"), "training_step can't gather from other ranks"),
-        ("Shares", (*DDP, "pieces=3", "hang_timeout=20"), "training_step can't log with sync_dist=True"),
-        ("Past", DP, "training_step must call self(x), not a layer of its own"),
-        ("WholeLoss", DP, "forward() returned one number for a whole piece"),
-        ("Views", DP, "training_step calls forward() more than once"),
-        ("Views", PIPELINE, "training_step calls forward() more than once"),
-        ("Past", PIPELINE, "training_step must call self(x), which passes all stages"),
-        ("Penalty", PIPELINE, "training_step uses net.1.bias outside of forward(), and another device holds it"),
-        ("Spare", PIPELINE, "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only"),
-        ("Disorder", PIPELINE, "the parts of Disorder one after the other don't give what its forward() does"),
+        (("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change nothing"),
+        (("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change nothing"),
+        ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
+        ((*DDP, "strategy.average_every=2", EMA), "callbacks.ema: under strategy.average_every each device"),
     ],
 )
-def test_what_would_be_ignored_or_wrong_is_refused(
-    project: Path, tmp_path: Path, name: str, options: tuple[str, ...], says: str
-) -> None:
-    run = train(project, tmp_path, name, *options, ok=False)
+def test_what_would_be_ignored_is_refused(project: Path, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    run = train(project, tmp_path, "LitDigits", *options, ok=False)
     assert run.returncode == 2, str(run)
     assert says in run.stderr
-    assert not run.folders or options[:2] in (DDP, DP, PIPELINE)
+    assert not run.folders or options[:2] == DDP
+
+
+# By module, of one layout in one sweep: before anything starts, or in the first steps.
+REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
+    (
+        ("precision=32-true",),
+        {
+            "Twice": "configure_optimizers returned several optimizers: a step has one",
+            "Keeps": "mine.Keeps: its hyperparameters hold net (Flatten), and a checkpoint holds",
+            "OwnData": "mine.OwnData: its train_dataloader would not be asked",
+            "AfterBackward": "its on_after_backward would see the gradient of a piece",
+            "Moves": "its transfer_batch_to_device would see a whole step instead of a batch",
+        },
+    ),
+    (
+        (*DDP, "pieces=4"),
+        {
+            "Spare": "no gradient has reached spare.weight, spare.bias",
+            "Sometimes": "no gradient has reached head.weight, head.bias in a step's last piece",
+        },
+    ),
+    (
+        (*DDP, "pieces=3", "hang_timeout=20"),
+        {
+            "Gathers": "training_step can't gather from other ranks",
+            "Shares": "training_step can't log with sync_dist=True",
+        },
+    ),
+    (
+        DP,
+        {
+            "Past": "training_step must call self(x), not a layer of its own",
+            "WholeLoss": "forward() returned one number for a whole piece",
+            "Views": "training_step calls forward() more than once",
+        },
+    ),
+    (
+        PIPELINE,
+        {
+            "Views": "training_step calls forward() more than once",
+            "Past": "training_step must call self(x), which passes all stages",
+            "Penalty": "training_step uses net.1.bias outside of forward(), and another device holds it",
+            "Spare": "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only",
+            "Disorder": "the parts of Disorder one after the other don't give what its forward() does",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED)
+def test_what_a_step_can_not_do_is_refused(
+    project: Path, tmp_path: Path, options: tuple[str, ...], said: dict[str, str]
+) -> None:
+    modules = ",mine.".join(said)  # the first one's prefix: see `train`
+    run = train(project, tmp_path, modules, *options, "-m", ok=False)
+    assert run.returncode == 1, str(run)
+    errors = [summary_of(job)["error"] for job in run.jobs]
+    for error, says in zip(errors, said.values(), strict=True):
+        assert says in error
 
 
 @pytest.mark.parametrize(
