@@ -59,7 +59,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
         CheckpointError: missing, cut off, damaged, of another kind, or holding code.
     """
     path = Path(path)
-    if wrong := _fault(path):
+    if wrong := fault(path):
         raise CheckpointError(f"{path}: {wrong}")
     return _loaded(path, path, map_location)
 
@@ -71,26 +71,50 @@ def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> di
     Raises:
         CheckpointError: on all ranks.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return load(path, map_location)
     path = Path(path)
-    answer: list[Any] = [_fault(path) if dist.get_rank() == 0 else None]
-    content = np.fromfile(path, np.uint8) if answer[0] == "" else np.empty(0, np.uint8)
+    return _loaded(of_rank_zero(path, fault), path, map_location)
+
+
+def of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[bytes]:
+    """A file as all ranks can read it: rank zero's bytes; where there are no ranks, the file itself.
+
+    Args:
+        check: says what is wrong with the file, without loading it; rank zero asks.
+
+    Raises:
+        CheckpointError: something is; on all ranks.
+    """
+    ranks = dist.is_available() and dist.is_initialized()
+    mine = not ranks or dist.get_rank() == 0
+    answer: list[Any] = [check(path) if mine else None]
+    content = np.fromfile(path, np.uint8) if ranks and answer[0] == "" else np.empty(0, np.uint8)
     answer += [len(content)]
-    dist.broadcast_object_list(answer, src=0)
+    if ranks:
+        dist.broadcast_object_list(answer, src=0)
     if answer[0]:
         raise CheckpointError(f"{path}: {answer[0]}")
-    sent = torch.from_numpy(content) if dist.get_rank() == 0 else torch.empty(answer[1], dtype=torch.uint8)
+    if not ranks:
+        return path
+    sent = torch.from_numpy(content) if mine else torch.empty(answer[1], dtype=torch.uint8)
     dist.broadcast(sent, src=0)
-    return _loaded(io.BytesIO(sent.numpy().data), path, map_location)
+    return io.BytesIO(sent.numpy().data)
 
 
-def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
+def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
+    """What torch.save wrote, with `weights_only=True`.
+
+    Raises:
+        CheckpointError: naming `path`.
+    """
     try:
-        checkpoint = torch.load(source, map_location=map_location, weights_only=True)
+        return torch.load(source, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
+
+
+def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
+    checkpoint = plain(source, path, map_location)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(
             f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
@@ -180,7 +204,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def _fault(path: Path) -> str:
+def fault(path: Path) -> str:
     """What is wrong with a file, without loading it."""
     try:
         with zipfile.ZipFile(path) as archive:

@@ -89,7 +89,8 @@ def _after(schedule: Any, steps: int) -> dict[str, Any]:
 
 
 def _lr(settings: dict[str, Any]) -> Any:
-    return settings.get("optimizer", settings).get("lr")
+    of = settings.get("optimizer", settings)
+    return of.get("lr"), of.get("lr_scale")
 
 
 def _trained(module: pl.LightningModule) -> dict[str, bool]:

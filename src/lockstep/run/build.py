@@ -22,7 +22,7 @@ from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate
-from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, total_steps
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
 from lockstep.step.compiled import GRAPHS
@@ -46,13 +46,16 @@ REFUSED = {
     "on_after_backward": "would see the gradient of a piece; on_before_optimizer_step sees the step's",
 }
 
+PRETRAINED = {"pretrained": False, "weights": None}  # a model's keys that ask for weights, and what asks for none
+
 
 @patient()
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
-    going to bring them, pretrained ones are not asked for."""
-    held = (config.checkpoint or config.resume) and config.model.get("pretrained") is True
-    module = _module(config, splits, {**config.model, "pretrained": False} if held else config.model)
+    going to bring them, pretrained ones, from a file or the network, are not asked for."""
+    brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
+    held = (config.checkpoint or config.resume) and brought
+    module = _module(config, splits, {**config.model, **brought} if held else config.model)
     if held and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
@@ -63,7 +66,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     spec = splits.spec
     refuse_unused(config)
     sizes = {"channels": spec.channels, "image_size": spec.image_size, "num_classes": len(spec.classes)}
-    module = instantiate("model", options, **sizes, **optimization(config, len(splits.train)))
+    offers = optimization(config, len(splits.train))
+    module = instantiate("model", options, **sizes, smallest_piece=smallest_piece(config, len(splits.train)), **offers)
     named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
         raise Refusal(
@@ -85,6 +89,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
     fast.memory_format(module, config.memory_format)
+    if config.trains:
+        offers["optimizer"].named = module.named_parameters
     return module
 
 

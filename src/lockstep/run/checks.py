@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,6 +87,23 @@ def show(value: Any) -> str:
 def options(group: str) -> list[str]:
     """The files of a config group."""
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """By name, the last of some patterns that it matches, as file names match `net.layer?.*`; a name that matches none
+    is left out.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        hit = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
+        if not hit:
+            near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
+            raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
+        found |= dict.fromkeys(hit, pattern)
+    return found
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

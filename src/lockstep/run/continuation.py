@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.layout import Refusal, counted, listed
 from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch.group import of_rank_zero
@@ -54,6 +54,12 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     if made is not None and made != now:
         raise Refusal(f"model._target_={now}: {path} was made by {made}")
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
+    scaled, scales = (list(one.get("lr_scale") or ()) for one in (before.get("optimizer", {}), config.optimizer))
+    if optimizer is not None and scaled != scales:
+        raise Refusal(
+            f"optimizer.lr_scale: {path} has its parameters grouped by {listed(scaled) or 'no pattern'}, not by "
+            f"{listed(scales) or 'none'}; only the factors may change"
+        )
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
     loops = checkpoint.get("loops", {}).get("fit_loop", {})

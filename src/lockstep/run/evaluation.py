@@ -21,6 +21,7 @@ from lockstep.run.fast import set_up_worker
 from lockstep.run.schema import OptionalGroup
 from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
+from lockstep.run.weights import best_in
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 NAMED = 5  # classes or files that a message names
@@ -47,9 +48,8 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     found = Path(path).expanduser()
     if not found.is_dir():
         return found
-    for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt"):
-        if (found / name).exists():
-            return found / name
+    if inside := best_in(found):
+        return inside
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks.checkpoint_io import is_plain
+from lockstep.run.checks import Positive, checker, matching
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate, locate, parameters
 
+check_scale = checker(dict[str, dict[str, Positive]])
+
+RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
 BESIDE = ("interval", "frequency", "monitor", "strict")  # Lightning's own keys in a scheduler's file
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.
 OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
@@ -36,19 +40,33 @@ class Factory:
     Attributes:
         settings: all options with their values in this run, plain: what a checkpoint records.
         called: whether the module has made something with it.
+        named: the module's `named_parameters`, of which `lr_scale` speaks.
     """
 
-    def __init__(self, key: str, make: partial[Any], beside: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        make: partial[Any],
+        beside: Mapping[str, Any] | None = None,
+        lr_scale: Mapping[str, float] | None = None,
+    ) -> None:
         self.key, self.make, self.beside = key, make, beside
+        self.lr_scale: dict[str, float] = dict(lr_scale or {})
         self.called = False
+        self.named: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
         options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
         self.settings = {"_target_": f"{make.func.__module__}.{make.func.__name__}", **options, **(beside or {})}
+        if self.lr_scale:
+            self.settings["lr_scale"] = self.lr_scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
-        made = call(self.key, partial(self.make, **kwargs), *args)
         if self.beside is None:
+            made = call(self.key, partial(self.make, **kwargs), *args)
+            if self.lr_scale:
+                made.param_groups = self._scaled(made.param_groups)
             return made
+        made = call(self.key, partial(self.make, **kwargs, **self._by_group(*args)), *args)
         if isinstance(made, ReduceLROnPlateau):
             monitor = str(self.beside.get("monitor", ""))
             if not monitor:
@@ -56,6 +74,31 @@ class Factory:
             if monitor.startswith("train/") and self.beside.get("interval") == "step":
                 raise Refusal(f"{self.key}.monitor={monitor} is known at an epoch's end: {self.key}.interval=epoch")
         return {"scheduler": made, **self.beside}
+
+    def _scaled(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups, each cut in those of one pattern, with its part of the learning rate."""
+        names = {id(parameter): name for name, parameter in self.named()}
+        try:
+            patterns = matching(self.lr_scale, list(names.values()))
+        except ValueError as error:
+            raise Refusal(f"{self.key}.lr_scale: {error}") from error
+        found = []
+        for group in groups:
+            of = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
+            for pattern in dict.fromkeys(of):
+                scale = 1.0 if pattern is None else self.lr_scale[pattern]
+                part = {**group, "lr": group["lr"] * scale, "lr_scale": scale}
+                for name in {"params", "param_names"} & group.keys():
+                    part[name] = [each for each, its in zip(group[name], of, strict=True) if its == pattern]
+                found.append(part)
+        return found
+
+    def _by_group(self, optimizer: Any, *_: Any) -> dict[str, list[float]]:
+        """Options of a schedule that are learning rates, and would be all groups' alike: OneCycleLR's max_lr, say."""
+        scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+        given = self.make.keywords
+        rates = [name for name in RATES if isinstance(given.get(name), int | float)] if set(scales) != {1.0} else []
+        return {name: [given[name] * scale for scale in scales] for name in rates}
 
 
 def steps_per_epoch(config: Config, samples: int) -> int:
@@ -71,6 +114,13 @@ def total_steps(config: Config, samples: int) -> int:
     return min(steps, config.max_steps or steps)
 
 
+def smallest_piece(config: Config, samples: int) -> int:
+    """Samples of the smallest piece that a run trains on: a short last step's, where it comes to one."""
+    size, pieces = config.layout.batch_size, config.layout.pieces
+    tail = samples % size if config.trains and total_steps(config, samples) >= steps_per_epoch(config, samples) else 0
+    return min(max(1, step // pieces) for step in (size, tail or size))
+
+
 def optimization(config: Config, samples: int) -> dict[str, Any]:
     """What a module is offered to train with: `lr`, `optimizer`, `scheduler`, `total_steps`, `steps_per_epoch`.
     An evaluation has neither optimizer nor scheduler."""
@@ -81,7 +131,9 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     }
     if not config.trains:
         return {**numbers, "optimizer": None, "scheduler": None}
-    optimizer = Factory("optimizer", instantiate("optimizer", {**config.optimizer, "_partial_": True}, **numbers))
+    named = {**config.optimizer, "_partial_": True}
+    scale = check_scale("optimizer", {"lr_scale": named.pop("lr_scale", None) or {}})["lr_scale"]
+    optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), lr_scale=scale)
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
     scheduler = None
     if config.scheduler:

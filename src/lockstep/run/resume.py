@@ -40,7 +40,9 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     flags, task = separated(arguments)
     run, given = _taken("resume", task)
     if run is None:
-        return list(arguments)
+        return _weights_named(arguments, given, flags, config_name)
+    if any(key(override) == "init_from" for override in given):
+        raise Refusal(f"resume={run}: goes on with a run's own weights, and init_from begins a new run; leave one out")
     if config_name != "train":
         raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
 
@@ -59,6 +61,20 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     else:
         told = decide("resumed", found, nodes, endpoint)
     return [*_at_home(told, given), *flags]
+
+
+def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
+    """The arguments, where `init_from=last` stands for the run that is the newest before any of these begins."""
+    if "init_from=last" not in given:
+        return list(arguments)
+
+    def newest_run() -> str:
+        return str(
+            newest("init_from", Path(checks.folder("outputs", _composed([*given, *flags], config_name).outputs)))
+        )
+
+    folder = decide("init_from", newest_run, *_machines(given))
+    return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
 
 
 def _machines(overrides: Iterable[str]) -> tuple[int, str | None]:

@@ -140,6 +140,7 @@ class Kept:
     gradient_clip_val: Positive | None = None
     checkpoint_every: Whole | None = None
     log_every: Whole = 50
+    init_from: Text | None = None
     resume: Text | None = None
     checkpoint: Text | None = None
     callbacks: Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)] = field(default_factory=dict)

@@ -33,11 +33,14 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     import_torchmetrics()
 
     from lockstep.callbacks import checkpoint_io
+    from lockstep.run import weights
     from lockstep.run.opening import open_data
     from lockstep.run.training import train as work
 
     if config.resume:  # on the machine that keeps the run
         checkpoint_io.load(config.resume)  # a damaged one is refused; workers would take an older one
+    elif config.init_from and config.layout.num_nodes == 1 and _saved(folder) is None:
+        weights.read("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(work, config, splits, folder)
 

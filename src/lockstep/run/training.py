@@ -22,7 +22,7 @@ from lockstep.launch.group import of_rank_zero
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
-from lockstep.run import fast, provenance
+from lockstep.run import fast, provenance, weights
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
@@ -51,6 +51,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
+    begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), Heartbeat(), ReplicaConsistencyCheck()]
@@ -67,7 +68,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         chosen = fast.describe(module, config.compile is not None)
-        for message in (describe(config, splits, steps, folder, chosen), *told(config, splits, resumed)):
+        for message in (describe(config, splits, steps, folder, chosen), *begun, *told(config, splits, resumed)):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train

@@ -1,7 +1,7 @@
 """The LightningModule that trains any net which maps images to logits."""
 
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lockstep.run.checks import matching
 from lockstep.step.metrics import Count, ExactMean
 
 Batch = tuple[Tensor, Tensor]  # images float [n, channels, size, size], labels int64 [n]
@@ -23,6 +24,8 @@ class ImageClassifier(LightningModule):
         optimizer: makes the optimizer from parameter groups; conf/optimizer names it.
         scheduler: makes Lightning's `lr_scheduler` from the optimizer; conf/scheduler names it.
         label_smoothing: share of the probability that is spread over all classes, in training only.
+        freeze: patterns of parameter names (`net.layer1.*`) that are not trained. A layer or block of which all are
+            frozen computes as in evaluation: no dropout there, and running statistics stay.
         decay_norms_and_biases: whether `weight_decay` holds for them too; by default it does not (He et al., Bag of
             Tricks, 2019).
     """
@@ -38,6 +41,7 @@ class ImageClassifier(LightningModule):
         scheduler: Callable[..., Any] | None = None,
         label_smoothing: float = 0.0,
         decay_norms_and_biases: bool = False,
+        freeze: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if num_classes < 2:
@@ -50,6 +54,7 @@ class ImageClassifier(LightningModule):
         self.scheduler = scheduler
         self.label_smoothing = label_smoothing
         self.decay_norms_and_biases = decay_norms_and_biases
+        self.frozen = self._freeze(freeze)
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)
         # Over all samples of an evaluation, exactly, on any layout.
         scores = {"loss": ExactMean(), "acc": ExactMean(), "correct": Count(), "count": Count()}
@@ -65,6 +70,34 @@ class ImageClassifier(LightningModule):
         if self.training:
             return F.cross_entropy(logits, y, reduction="none", label_smoothing=self.label_smoothing)
         return F.cross_entropy(logits.double(), y, reduction="none")
+
+    def _freeze(self, patterns: Sequence[str]) -> set[str]:
+        """Takes what the patterns name out of training; returns their names."""
+        if isinstance(patterns, str):
+            raise ValueError(f"freeze={patterns}: must be a list, freeze=[{patterns}]")
+        names = [name for name, _ in self.named_parameters()]
+        try:
+            frozen = set(matching(patterns, names))
+        except ValueError as error:
+            raise ValueError(f"freeze={list(patterns)}: {error}") from None
+        if names and len(frozen) == len(names):
+            raise ValueError(f"freeze={list(patterns)}: nothing is left to be trained")
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
+        self.train()
+        return frozen
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; but what is frozen as a whole computes as in evaluation."""
+        super().train(mode)
+        for module in self.net.modules():
+            held = [parameter.requires_grad for parameter in module.parameters()]
+            if held and not any(held):
+                module.eval()
+        return self
+
+    def on_train_epoch_start(self) -> None:
+        self.train()  # a callback may have unfrozen something
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
@@ -108,8 +141,9 @@ class ImageClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """What is trained: weights decay as the optimizer says, norms and biases (one-dimensional) may not."""
-        trained = [p for p in self.parameters() if p.requires_grad]
+        """What is trained: weights decay as the optimizer says, norms and biases (one-dimensional) may not. So is what
+        `freeze` names: without a gradient it stays as it is, and may be unfrozen (project.unfreezing)."""
+        trained = [p for name, p in self.named_parameters() if p.requires_grad or name in self.frozen]
         if self.decay_norms_and_biases:
             return [{"params": trained}]
         weights = {"params": [p for p in trained if p.ndim > 1]}

@@ -1,12 +1,12 @@
 """torchvision's ResNet18 for images of any size, channels and classes."""
 
-import os
 from typing import Any
 
-import torch
 from torch import nn
 
+from lockstep.run.weights import fill
 from project.models.classifier import ImageClassifier
+from project.models.published import downloaded
 
 STEMS, NORMS = ("auto", "small", "imagenet"), ("batch", "group")
 SMALL_STEM: dict[str, Any] = {"kernel_size": 3, "padding": 1}
@@ -85,12 +85,4 @@ def _resnet18(channels: int, num_classes: int, small: bool, norm: str) -> nn.Mod
 def _load_pretrained(net: nn.Module) -> None:
     from torchvision.models import ResNet18_Weights
 
-    weights = ResNet18_Weights.DEFAULT
-    path = os.path.join(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
-    try:
-        found = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {path}") from error
-    own = net.state_dict()
-    net.load_state_dict({k: found[k] if k in found and found[k].shape == v.shape else v for k, v in own.items()})
+    fill(net, downloaded(ResNet18_Weights.DEFAULT))

@@ -1,0 +1,116 @@
+"""Weights from elsewhere, as far as they fit: what a new run begins with."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.callbacks.checkpoint_io import CheckpointError, fault, of_rank_zero, plain
+from lockstep.launch import group
+from lockstep.launch.watchdog import patient
+
+Tensors: TypeAlias = dict[str, Tensor]
+NAMED = 6  # tensors that a message names
+
+
+@patient()
+def read(key: str, path: str | Path, together: bool = False) -> Tensors:
+    """Tensors by name, of a run folder (its best checkpoint, else its last), a checkpoint of Lockstep's, Lightning's or
+    torchvision's, or a bare state_dict: what torch.save wrote, read with `weights_only=True`, or .safetensors.
+
+    Args:
+        key: where the path was given, for messages.
+        together: all ranks call it, and get what rank zero reads.
+
+    Raises:
+        CheckpointError: missing, damaged, without weights, or holding code.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        path = best_in(path) or path / "checkpoints" / "best.ckpt"
+    if together:
+        path = group.of_rank_zero(path)
+    try:
+        if together:
+            source = of_rank_zero(path, _fault)
+        elif wrong := _fault(path):
+            raise CheckpointError(f"{path}: {wrong}")
+        else:
+            source = path
+        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path, "cpu")
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}={error}") from error
+    for name in ("state_dict", "model"):  # Lightning's and timm's; torchvision's
+        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
+            found = found[name]
+            break
+    named = found.items() if isinstance(found, Mapping) else ()
+    tensors = {str(name): value for name, value in named if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(f"{key}={path}: it holds no weights by name")
+    return tensors
+
+
+def best_in(folder: Path) -> Path | None:
+    """The best checkpoint of a run, or of its `checkpoints`; else the last; None where there is neither."""
+    names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt")
+    return next((folder / name for name in names if (folder / name).exists()), None)
+
+
+def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
+    """Gives a module the tensors that it has too, by name and shape; returns the names of its own that got none. Those
+    of a bare net fit the module that holds it: `conv1.weight` is its `net.conv1.weight`."""
+    own = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    holders = ["", *(f"{name}." for name, _ in module.named_children())]
+    named = [{holder + name: value for name, value in found.items()} for holder in holders]
+    fitting = [{name: value for name, value in each.items() if own.get(name) == value.shape} for each in named]
+    best = max(fitting, key=len)
+    module.load_state_dict(best, strict=False)
+    return [name for name in own if name not in best]
+
+
+def begin(
+    key: str, module: nn.Module, path: str, together: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
+) -> str:
+    """Gives a module the weights in the file that `key` names; returns what a user should know.
+
+    Args:
+        together: as of `read`.
+        adapt: what is done to the tensors before.
+
+    Raises:
+        Refusal: they can't be read, or nothing fits.
+    """
+    found = read(key, path, together)
+    left = fill(module, adapt(found) if adapt else found)
+    own = sum(isinstance(value, Tensor) for value in module.state_dict().values())
+    if len(left) == own:
+        raise Refusal(f"{key}={path}: none of its tensors fits this model's, {listed(left)}, by name and shape")
+    return told(key, own, left)
+
+
+def told(key: str, own: int, left: Sequence[str]) -> str:
+    """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
+    return f"{key}: {own - len(left)} of {own} tensors" + f"; not {listed(left, NAMED)}" * bool(left)
+
+
+def _fault(path: Path) -> str:
+    """What is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
+    return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path)
+
+
+def _safe(source: Any, path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError
+        from safetensors import torch as safetensors
+    except ImportError:
+        raise CheckpointError(f"{path}: reading it needs `pip install safetensors`") from None
+    try:
+        return safetensors.load(source.read_bytes() if isinstance(source, Path) else source.read())
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: the file is damaged ({error})") from error

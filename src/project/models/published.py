@@ -1,0 +1,192 @@
+"""Any classifier of torchvision or timm by its name, for images of any size, channels and classes that it takes."""
+
+import difflib
+import inspect
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.arithmetic.layout import counted
+from lockstep.run.weights import begin, fill, told
+from project.models.classifier import ImageClassifier
+
+LOG = logging.getLogger("lockstep")
+RGB = 3  # channels of the images that published weights were trained on
+
+
+class Published(ImageClassifier):
+    """A net that a library makes.
+
+    Args:
+        arch: its name there.
+        smallest_piece: samples of the smallest piece that is trained on; a net whose BatchNorm needs more is refused.
+        pretrained: start from the library's ImageNet weights; what does not fit (other classes) starts fresh.
+        weights: a file to start from instead; see `lockstep.run.weights`.
+        options: further arguments of the architecture, `{dropout: 0.2}`.
+    """
+
+    def __init__(
+        self,
+        *,
+        arch: str,
+        channels: int,
+        image_size: int,
+        num_classes: int,
+        smallest_piece: int = 2,
+        pretrained: bool = False,
+        weights: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **task: Any,
+    ) -> None:
+        if not isinstance(pretrained, bool) or (pretrained and weights):
+            raise ValueError(f"pretrained={pretrained}: must be true or false, and false beside weights=<file>")
+        images = f"{channels} x {image_size} x {image_size} images"
+        try:
+            net = self.make(arch, channels, image_size, num_classes, pretrained, dict(options or {}))
+            out = _tried(net, torch.zeros(min(2, smallest_piece), channels, image_size, image_size))
+        except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
+            said = str(error).partition("\n")[0]
+            if said.startswith(("arch=", "pretrained=")):
+                raise
+            if "more than 1 value per channel" in said:
+                said = (
+                    "its BatchNorm has one value per channel there in a piece of one sample, which an epoch's short "
+                    "tail leaves: larger images, another batch_size or fewer pieces"
+                )
+            raise ValueError(f"arch={arch}: does not take {images}: {said}") from error
+        if not isinstance(out, Tensor) or out.shape[1:] != (num_classes,):
+            made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(f"arch={arch}: gives {made} in training, where logits [n, {num_classes}] are needed")
+        if weights:
+            LOG.info(begin("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)))
+        super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
+
+    def make(
+        self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
+    ) -> nn.Module:
+        """The net, as its library has it.
+
+        Raises:
+            ValueError: `arch=...` is none of its, or `pretrained=...` can't be had.
+        """
+        raise NotImplementedError
+
+
+class Torchvision(Published):
+    """https://docs.pytorch.org/vision/stable/models.html#classification"""
+
+    def make(
+        self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
+    ) -> nn.Module:
+        from torchvision import models
+
+        _must_be_known(arch, models.list_models(module=models), "torchvision")
+        sized: dict[str, Any] = {}
+        if arch.startswith("vit_"):
+            sized = {"image_size": image_size}
+        elif arch.startswith("maxvit_"):
+            sized = {"input_size": (image_size, image_size)}
+        elif arch in ("googlenet", "inception_v3"):  # a second loss, at a second head, is not in the recipe here
+            sized = {"aux_logits": False, "init_weights": True}
+        net = models.get_model(arch, weights=None, num_classes=num_classes, **{**sized, **options})
+        taken = inspect.signature(type(net)).parameters
+        if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # which it would take and ignore
+            raise TypeError(f"{arch} takes no option {', '.join(odd)}; it takes {', '.join(taken)}")
+        if pretrained:
+            left = fill(net, downloaded(models.get_model_weights(arch).DEFAULT))
+            LOG.info(told("model.pretrained", len(net.state_dict()), left))
+        _, first = _first_convolution(net)
+        first.in_channels = channels
+        first.weight = nn.Parameter(_of_channels(first.weight.detach(), channels))
+        return net
+
+
+class Timm(Published):
+    """https://huggingface.co/timm; a name may have a tag, which chooses pretrained weights: resnet18.a1_in1k."""
+
+    def make(
+        self, arch: str, channels: int, image_size: int, num_classes: int, pretrained: bool, options: dict[str, Any]
+    ) -> nn.Module:
+        try:
+            import timm
+        except ImportError:
+            raise ValueError(f"arch={arch}: timm is not installed: pip install -e .[timm]") from None
+        name, _, tag = arch.partition(".")
+        _must_be_known(name, timm.list_models(), "timm")
+        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{name}.*")]
+        if tag and tag not in tags:
+            raise ValueError(f"arch={arch}: {name} has no weights {tag}; known: {', '.join(tags) or 'none'}")
+        of_its_weights = timm.get_pretrained_cfg(arch)
+        if of_its_weights is not None and of_its_weights.fixed_input_size:
+            options = {"img_size": image_size, **options}
+        made: dict[str, Any] = {"in_chans": channels, "num_classes": num_classes, "checkpoint_path": ""}
+        if not pretrained:
+            return timm.create_model(arch, pretrained=False, **made, **options)
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of each of ten trials
+        try:
+            return timm.create_model(arch, pretrained=True, **made, **options)
+        except Exception as error:  # no network, no such weights, a damaged file: all end alike
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"pretrained=true: no usable weights ({reason}); model.weights takes a file") from error
+
+
+def downloaded(weights: Any) -> dict[str, Tensor]:
+    """Weights that torchvision publishes, from its cache or the network.
+
+    Raises:
+        ValueError: they can't be had.
+    """
+    name = weights.url.rpartition("/")[2]
+    try:
+        found: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
+        reason = str(error).partition("\n")[0]
+        place = f"{torch.hub.get_dir()}/checkpoints/{name}"
+        raise ValueError(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {place}") from error
+    return found
+
+
+def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
+    names = list(known)
+    if arch not in names:
+        near = difflib.get_close_matches(str(arch), names, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else f"it has {counted(len(names), 'net')}, as {names[0]}"
+        raise ValueError(f"arch={arch}: {library} has no such classifier; {hint}")
+
+
+def _first_convolution(net: nn.Module) -> tuple[str, Any]:
+    """The layer that sees the images, and its weight's name."""
+    return next((f"{name}.weight", layer) for name, layer in net.named_modules() if isinstance(layer, nn.Conv2d))
+
+
+def _for_images_of(net: nn.Module, channels: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights from a file, of which the first convolution's are for RGB."""
+    name, layer = _first_convolution(net)
+    if name not in found or found[name].ndim != layer.weight.ndim:
+        return found
+    return {**found, name: _of_channels(found[name], channels)}
+
+
+def _of_channels(weight: Tensor, channels: int) -> Tensor:
+    """A first convolution's weight [out, 3, k, k] for images of other channels, as timm makes it: for one their sum,
+    for more they are repeated, at the scale that keeps what comes out."""
+    if weight.shape[1] != RGB or channels == RGB:
+        return weight
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    return weight.repeat(1, math.ceil(channels / RGB), 1, 1)[:, :channels] * (RGB / channels)
+
+
+def _tried(net: nn.Module, images: Tensor) -> Any:
+    """What a net makes of images in training; it stays what it was, and no random number is drawn."""
+    before = [buffer.clone() for buffer in net.buffers()]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        out = net.train()(images)
+        for buffer, value in zip(net.buffers(), before, strict=True):
+            buffer.copy_(value)
+    return out

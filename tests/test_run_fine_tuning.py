@@ -1,0 +1,281 @@
+"""Fine-tuning: weights that a run begins with, what is frozen and unfrozen, factors of the learning rate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Program, Run, summary_of
+from small_models import fast_cnn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run import weights
+from lockstep.run.build import make_module
+from lockstep.run.checks import matching
+from lockstep.run.config import check
+from lockstep.run.library import compose
+from lockstep.run.opening import open_data
+
+NET = ("model=fast_cnn", "model.width=[4,4,8,8]", "data=synthetic", "data.image_size=20", "threads=1", "logger=none")
+BASE = (*NET, "data.samples=150", "data.num_classes=3", "batch_size=30", "max_epochs=2")
+FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
+SCALE = "optimizer.lr_scale={net.*3.*: 0.1, net.norm3.bias: 0.5}"
+UNFREEZE = ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*2.*: 1}")
+TUNED = (
+    *NET,
+    "data.samples=190",
+    "data.num_classes=5",
+    "data.val_fraction=0.1",  # 171 images: eight steps an epoch, the last of 3, which 6 pieces share unevenly
+    "batch_size=24",
+    "pieces=6",
+    "max_epochs=3",
+    "scheduler=multistep",  # which does not follow from the run's length
+    "scheduler.milestones=[1]",
+    "exact=true",
+    "init_from=base",
+    FREEZE,
+    SCALE,
+    *UNFREEZE,
+)
+LAYOUTS = {"one": (), "ddp": ("strategy=ddp", "devices=3"), "dp": ("strategy=dp", "devices=2")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on three classes, and `base`, a copy of it."""
+    place = tmp_path_factory.mktemp("tuning")
+    made = Program(place / "outputs")(*BASE, cwd=place).folder
+    shutil.copytree(made, place / "base")
+    return place
+
+
+def tuned(place: Path, name: str, *overrides: str, without: str = "", ok: bool = True) -> Run:
+    kept = [each for each in TUNED if not without or not each.startswith(without)]
+    return Program(place / name)(*kept, *overrides, cwd=place, ok=ok)
+
+
+def last(run: Run) -> dict[str, Any]:
+    return dict(torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True))
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: Path) -> None:
+    runs = {name: tuned(place, name, *layout) for name, layout in LAYOUTS.items()}
+    hashes = {run.summary["weights_sha256"] for run in runs.values()}
+    assert len(hashes) == 1
+    said = runs["ddp"].stdout + runs["ddp"].stderr
+    assert said.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
+
+    before = torch.load(place / "base" / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    now = last(runs["one"])
+    after = now["state_dict"]
+    still = {name for name in before if name in after and torch.equal(before[name], after[name])}
+    assert still == {name for name in after if ".conv1." in name or ".norm1." in name}, "what is frozen to the end"
+    groups = now["optimizer_states"][0]["param_groups"]
+    assert {group["lr_scale"] for group in groups} == {1.0, 0.1, 0.5}
+    lr = next(group["lr"] for group in groups if group["lr_scale"] == 1)
+    assert all(group["lr"] == pytest.approx(lr * group["lr_scale"]) for group in groups)
+
+    cut = tuned(place, "cut", *LAYOUTS["ddp"], "max_steps=11")  # in the epoch that has begun by unfreezing
+    shutil.move(place / "base", place / "elsewhere")
+    try:
+        Program(place / "cut")(f"resume={cut.folder}", "max_steps=null", "strategy=dp", "devices=2", cwd=place)
+    finally:
+        shutil.move(place / "elsewhere", place / "base")
+    assert {summary_of(cut.folder)["weights_sha256"]} == hashes
+
+    controls = [
+        tuned(place, "thawed", "model.freeze=[]", without="callbacks"),
+        tuned(place, "frozen", without="callbacks"),
+        tuned(place, "unscaled", SCALE.replace("0.1", "1.0")),
+        tuned(place, "fresh", without="init_from"),
+    ]
+    assert len({run.summary["weights_sha256"] for run in controls} | hashes) == 5
+
+
+@pytest.mark.slow
+def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
+    (place / "other").mkdir()
+    torch.save({"encoder.weight": torch.zeros(3)}, place / "other" / "bare.pth")
+    for overrides, says in [
+        (("init_from=other/bare.pth",), "none of its tensors fits this model's, net.conv1.weight, "),
+        (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
+        (("init_from=other",), "error: init_from=other/checkpoints/best.ckpt: no such file"),
+        (
+            ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
+            "error: callbacks.unfreeze.epoch: of what is frozen net.*5.*",
+        ),
+        (
+            ("callbacks=unfreeze", "callbacks.unfreeze.epoch=3"),
+            "error: callbacks.unfreeze.epoch=3: this run ends after max_epochs=3",
+        ),
+    ]:
+        run = tuned(place, "refused", *overrides, without="callbacks", ok=False)
+        assert run.returncode == 2, str(run)
+        assert says in run.stderr.splitlines()[-1]
+        assert run.stderr.count("error") == 1
+
+    outputs = Program(place / "outputs")
+    outputs(*(each for each in TUNED if not each.startswith("init_from")), "init_from=last", "max_steps=2", cwd=place)
+    base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
+    assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
+    for overrides, says in [
+        (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only the factors may change"),
+        (("init_from=base",), "leave one out"),
+    ]:
+        run = outputs(f"resume={begun}", *overrides, cwd=place, ok=False)
+        assert run.returncode == 2
+        assert says in run.stderr
+
+
+# --- without runs ---
+
+
+def offered(*overrides: str) -> Any:
+    """A module of fast_cnn, as a run makes it."""
+    config = check(dict(compose("model=fast_cnn", "data=synthetic", "data.samples=90", "max_epochs=2", *overrides)))
+    return make_module(config, open_data(config.data, config.data_dir))
+
+
+def test_what_is_frozen_as_a_whole_computes_as_in_evaluation() -> None:
+    model = fast_cnn(freeze=["net.conv1.*", "net.norm1.*", "net.norm2.weight"])
+    trained = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert trained == {"net.conv1.weight", "net.norm1.weight", "net.norm1.bias", "net.norm2.weight"}
+    still = {name for name, module in model.net.named_modules() if not module.training}
+    assert still == {"conv1", "norm1"}, "norm2 is trained in part"
+    x = torch.randn(4, 1, 19, 19)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.training_step((x, torch.tensor([0, 1, 2, 0])), 0)
+    moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert {name.split(".")[1] for name in moved} == {"norm2", "norm3", "norm4"}
+    model.net.norm1.requires_grad_(True)
+    model.on_train_epoch_start()
+    assert model.net.norm1.training
+    assert not model.net.conv1.training
+    assert not model.eval().net.norm1.training
+
+
+@pytest.mark.parametrize(
+    ("freeze", "says"),
+    [
+        (["net.conv9.*"], r"^freeze=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name; there is net"),
+        (["*"], "nothing is left to be trained"),
+        ("net.conv1.*", r"must be a list, freeze=\[net.conv1.\*\]"),
+    ],
+)
+def test_a_freeze_that_does_nothing_is_refused(freeze: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        fast_cnn(freeze=freeze)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ("scheduler=onecycle",),
+        ("scheduler=multistep", "scheduler.milestones=[1]"),
+        (
+            "scheduler=constant",
+            "~scheduler.factor",
+            "scheduler._target_=torch.optim.lr_scheduler.OneCycleLR",
+            "+scheduler.max_lr=later:lr",
+            "+scheduler.total_steps=later:total_steps",
+        ),
+        (
+            "scheduler=constant",
+            "~scheduler.factor",
+            "scheduler._target_=torch.optim.lr_scheduler.CyclicLR",
+            "+scheduler.max_lr=later:lr",
+            "+scheduler.base_lr=0.001",
+            "+scheduler.step_size_up=2",
+        ),
+    ],
+    ids=["project", "torch", "OneCycleLR", "CyclicLR"],
+)
+def test_every_schedule_moves_each_group_by_its_factor(schedule: tuple[str, ...]) -> None:
+    model = offered("optimizer.lr_scale={net.conv*: 0.1, net.conv4.*: 0.01}", *schedule)
+    made = model.configure_optimizers()
+    groups, steps = made["optimizer"].param_groups, made["lr_scheduler"]["scheduler"]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    scales = {names[id(parameter)]: group["lr_scale"] for group in groups for parameter in group["params"]}
+    assert {name: scale for name, scale in scales.items() if scale != 1} == {
+        **dict.fromkeys(("net.conv1.weight", "net.conv2.weight", "net.conv3.weight"), 0.1),
+        "net.conv4.weight": 0.01,
+    }
+    assert len(scales) == len(names)
+    seen = set()
+    for _ in range(3):
+        lr = next(group["lr"] for group in groups if group["lr_scale"] == 1)
+        assert [group["lr"] for group in groups] == pytest.approx([lr * group["lr_scale"] for group in groups])
+        seen.add(lr)
+        made["optimizer"].step()
+        steps.step()
+    assert len(seen) > 1
+
+
+def test_factors_that_name_nothing_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"^optimizer.lr_scale: net.fc.\* matches no parameter's name; there is net"):
+        offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()
+    with pytest.raises(Refusal, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
+        offered("optimizer.lr_scale={net.conv1.*: 0}")
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
+
+
+def test_weights_are_read_from_whatever_holds_them(tmp_path: Path) -> None:
+    state = {name: torch.full_like(value, 2) for name, value in fast_cnn().net.state_dict().items()}
+
+    def legacy(path: Path) -> None:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+
+    def safe(path: Path) -> None:
+        pytest.importorskip("safetensors.torch").save_file(state, path)
+
+    kinds: dict[str, Callable[[Path], None]] = {
+        "bare.pth": lambda path: torch.save(state, path),
+        "old.pth": legacy,
+        "references.pth": lambda path: torch.save({"model": state, "epoch": 3}, path),
+        "lightning.ckpt": lambda path: torch.save({"state_dict": {f"net.{k}": v for k, v in state.items()}}, path),
+        "bare.safetensors": safe,
+    }
+    for name, save in kinds.items():
+        model = fast_cnn(num_classes=4)
+        save(tmp_path / name)
+        said = weights.begin("init_from", model, str(tmp_path / name))
+        assert said == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
+        assert all((value == 2).all() for key, value in model.state_dict().items() if "logits" not in key)
+        assert not (model.net.logits.weight == 2).any()
+
+
+def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> None:
+    torch.save({"net.conv1.weight": Hostile()}, tmp_path / "code.ckpt")
+    torch.save({"net.conv1.weight": Hostile()}, tmp_path / "code.pth", _use_new_zipfile_serialization=False)
+    torch.save([1, 2], tmp_path / "numbers.pth")
+    torch.save({"net.conv1.weight": torch.zeros(1)}, tmp_path / "small.pth")
+    (tmp_path / "half.pth").write_bytes((tmp_path / "small.pth").read_bytes()[:300])
+    for name, says in [
+        ("code.ckpt", "holds code, not only data: posix.getcwd"),
+        ("code.pth", "can't be loaded as plain data"),
+        ("numbers.pth", "it holds no weights by name"),
+        ("small.pth", "none of its tensors fits"),
+        ("half.pth", "can't be loaded as plain data"),
+        ("missing.pth", "no such file"),
+        ("", "best.ckpt: no such file"),
+    ]:
+        with pytest.raises(Refusal, match=says) as caught:
+            weights.begin("init_from", fast_cnn(), str(tmp_path / name))
+        assert str(caught.value).startswith(f"init_from={tmp_path}")
+        assert "\n" not in str(caught.value)
+
+
+def test_the_last_pattern_that_matches_decides() -> None:
+    names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
+    assert matching(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
+    assert matching(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
