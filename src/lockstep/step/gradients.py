@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
-from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.step.stages import runs
 
 Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
@@ -40,7 +39,7 @@ class GradientSum:
     """Sums in whatever order the layout computes: autograd accumulates, DDP averages in the step's last backward pass.
 
     Args:
-        strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
+        strategy: the trainer's strategy; only inside `strategy.sync(...)` does DDP sum.
         world_size: worker processes over all nodes.
         late: steps between `start`, after a step's passes, and `give`; 0: `finish` does both.
         own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
@@ -68,10 +67,8 @@ class GradientSum:
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and backward pass: only the last one may send gradients. On one
         process none: its reducer, too, would wait for all parameters."""
-        if self.ddp_sums and number == len(step_batch.micro_batches) - 1:
-            self.strategy.remember(number)
-            return nullcontext()
-        return self.strategy.no_sync()
+        last = number == len(step_batch.micro_batches) - 1
+        return self.strategy.sync(first=number == 0) if self.ddp_sums and last else nullcontext()
 
     def collect(self) -> None:
         """After a micro-batch's backward pass."""
@@ -80,16 +77,8 @@ class GradientSum:
         """After the last micro-batch: where DDP had no part in it, all processes sum. What no gradient has reached on
         any of them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient
         is 0."""
-        if self.world_size == 1 or self.own:
-            return
-        if self.ddp_sums:
-            if names := self.strategy.unreached():
-                raise Refusal(
-                    f"strategy=ddp: no gradient has reached {listed(names)} in a step's last piece, and DDP waits for "
-                    "it: use it in every training_step, or freeze it by requires_grad_(False)"
-                )
-            return
-        self.give(self.start(step_batch))
+        if self.world_size > 1 and not self.own and not self.ddp_sums:
+            self.give(self.start(step_batch))
 
     def start(self, step_batch: Any) -> StartedSum:
         """Takes what the passes have left in the parameters, and starts its sum over all processes, which all call."""
@@ -132,7 +121,7 @@ class ExactGradientSum(GradientSum):
     def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
         super().__init__(strategy, world_size, late, own)
         self.sums: list[ExactSum] = []  # one for each step that may be under way
-        self.sum: ExactSum | None = None
+        self.sum: Any = None  # the present step's
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
         self.exponents: list[int | None] = []  # the grids, which follow from the steps before: checkpoints hold them
@@ -150,30 +139,25 @@ class ExactGradientSum(GradientSum):
             for each in self.sums:
                 each.exponents = self.exponents
         self.sum = self.sums[step_batch.step % len(self.sums)]
-        held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
-        for parameter in self.parameters:
-            if id(parameter) not in held:  # what no optimizer steps it does not reset either
-                parameter.grad = None
         self.sum.begin()
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self.parameters:  # also what no optimizer steps, nor resets
+            parameter.grad = None
 
     def weight(self, micro_batch: Any, step_batch: Any) -> float:
         return float(sum(micro_batch.sizes))
 
-    def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
-        return self.strategy.no_sync()
-
     def collect(self) -> None:
-        assert self.sum is not None
         for gradients in self.strategy.piece_gradients(self.parameters):
             self.sum.add([p.grad if g is None else g for p, g in zip(self.parameters, gradients, strict=True)])
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._forget()
 
     def finish(self, step_batch: Any) -> None:
         self.give(self.start(step_batch))
 
     def start(self, step_batch: Any) -> StartedSum:
-        assert self.sum is not None
         total, works = self.sum, []
 
         def send(tensor: Tensor, op: str) -> None:

@@ -32,7 +32,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.late import LateGradients
 from lockstep.step.passes import Outputs, StepPasses, overrides
 
 # Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
@@ -82,9 +81,19 @@ class _StepLogs(_LoggerConnector):
 
 
 class _StepFitLoop(_FitLoop):
+    epoch_loop: StepLoop
+
     def _iteration_based_training(self) -> bool:
         """With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice."""
         return False
+
+    def run(self) -> None:
+        super().run()
+        self.epoch_loop.apply_late()  # where a run goes on that had been stopped, and was killed before this
+
+    def on_run_end(self) -> None:
+        self.epoch_loop.apply_late()  # of a run that is stopped early
+        super().on_run_end()
 
 
 class StepLoop(_TrainingEpochLoop):
@@ -146,8 +155,8 @@ class StepLoop(_TrainingEpochLoop):
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
                 outputs = self._step(step_batch, number)
-        if self.passes.late is not None and is_last_step(trainer):
-            self._apply_late(self.passes.late, number)
+        if is_last_step(trainer):
+            self.apply_late()
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -211,15 +220,16 @@ class StepLoop(_TrainingEpochLoop):
             raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
         return outputs
 
-    def _apply_late(self, late: LateGradients, number: int) -> None:
-        """Applies the gradients that are under way at the run's end, the oldest first. They count as no steps."""
+    def apply_late(self) -> None:
+        """At the run's end, applies the gradients that are under way, the oldest first. They count as no steps."""
+        late, module = self.passes.late, self.trainer.lightning_module
 
         def closure() -> Tensor:
             late.give(late.line.popleft())
             return torch.zeros(())
 
-        step = (self.trainer.current_epoch, number, self.trainer.lightning_module.optimizers(), closure)
         while late.line:
+            step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
             call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
         self.passes.finite.settle()
 

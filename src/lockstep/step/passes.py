@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
@@ -40,8 +40,7 @@ class StepPasses:
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
-        self.late = LateGradients(gradients, finite) if gradients.late else None
-        self._statistics: BatchNormStats | None = None
+        self.late = LateGradients(gradients, finite)
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,15 +50,12 @@ class StepPasses:
             NonFinite: the last step's gradient was not finite, or one under way.
         """
         self.finite.settle()
-        late = {"late": self.late.state_dict()} if self.late is not None else {}
-        if not isinstance(self.gradients, ExactGradientSum):
+        late = {"late": self.late.state_dict()} if self.gradients.late else {}
+        exact = self.statistics.exact
+        if exact is None or not isinstance(self.gradients, ExactGradientSum):
             return late
-        exact = self._statistics.exact if self._statistics is not None else None
-        grids = {
-            "gradients": self._whole(self.gradients.exponents, self.gradients.sum),
-            "statistics": self._whole(exact.exponents if exact is not None else [], exact),
-        }
-        return grids | late
+        grids = self._whole(self.gradients.exponents, self.gradients.sum), self._whole(exact.exponents, exact)
+        return {"gradients": grids[0], "statistics": grids[1]} | late
 
     def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
         """The grids of all groups: each process knows those of the groups that it sums."""
@@ -69,11 +65,16 @@ class StepPasses:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what a checkpoint held; no grids, where the run before was not exact."""
-        if self.late is not None:
-            self.late.load_state_dict(state.get("late", []))
+        self.late.load_state_dict(state.get("late", []))
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
             self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
+
+    @cached_property
+    def statistics(self) -> BatchNormStats:
+        """Made when the module is where it will stay."""
+        strategy, exact = self.gradients.strategy, isinstance(self.gradients, ExactGradientSum)
+        return BatchNormStats(strategy.lightning_module, strategy, self.gradients.world_size, exact, self._restored)
 
     def __call__(
         self,
@@ -93,19 +94,17 @@ class StepPasses:
             `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
             samples, on its device. Of a process without a sample, a loss of 0.
         """
-        module = trainer.lightning_module
+        module, strategy, statistics = trainer.lightning_module, trainer.strategy, self.statistics
         before = [buffer.clone() for buffer in module.buffers()] if self.finite.policy == "skip" else []
-        statistics = self._statistics_of(module)
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
-        strategy = trainer.strategy
         waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
 
         def follow() -> None:
             """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
             micro_batch, seeds, batch, loss = waiting.popleft()
-            with strategy.micro_batch(micro_batch, seeds), strategy.again(), torch.no_grad():
+            with strategy.micro_batch(micro_batch, seeds), torch.no_grad():
                 found.append(_numbers(forward(batch))[1])
             backward(loss)
             self.gradients.collect()
@@ -121,21 +120,21 @@ class StepPasses:
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    if strategy.ahead:
-                        waiting.append((micro_batch, seeds, batch, loss))
-                    else:
+                    if not strategy.ahead:
                         backward(loss if weight == 1 else loss * weight)
                 statistics.after()
                 if strategy.ahead:
+                    waiting.append((micro_batch, seeds, batch, loss))
                     if len(waiting) > strategy.ahead:
                         follow()
                     continue
                 self.gradients.collect()
-                if self.graphs:
-                    outputs = {name: value.clone() for name, value in outputs.items()}
-                    if number == 0 and len(step_batch.micro_batches) > 1:
-                        _own_gradients(module)
-                found.append(outputs)
+                found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
+                if (
+                    self.graphs and number == 0 and len(step_batch.micro_batches) > 1
+                ):  # `grad` is the graph's own memory
+                    for parameter in module.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             while waiting:
                 follow()
         except RuntimeError as error:
@@ -143,7 +142,7 @@ class StepPasses:
                 raise Refusal(advised) from error
             raise
         losses = [outputs["loss"] for outputs in found]
-        if self.late is not None:
+        if self.gradients.late:
             self.late.step(step_batch, losses, statistics)
         else:
             self.gradients.finish(step_batch)
@@ -157,14 +156,6 @@ class StepPasses:
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
-
-    def _statistics_of(self, module: nn.Module) -> BatchNormStats:
-        """Made at the first step: the module is where it will stay."""
-        if self._statistics is None:
-            strategy, world_size = self.gradients.strategy, self.gradients.world_size
-            exact = isinstance(self.gradients, ExactGradientSum)
-            self._statistics = BatchNormStats(module, strategy, world_size, exact, self._restored)
-        return self._statistics
 
     def _batch(self, trainer: Any, micro_batch: MicroBatch, step: int) -> Any:
         """What `training_step` gets, after the module's own `on_after_batch_transfer`, which mixes images, say."""
@@ -191,10 +182,8 @@ def _numbers(output: Any) -> tuple[Tensor, Outputs]:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
-        raise Refusal(
-            f"training_step returned {said}: a piece of a step can't be left out; return its loss, or a dict with it "
-            "under 'loss'"
-        )
+        why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
+        raise Refusal(f"training_step returned {said}: {why}")
     found = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -214,10 +203,3 @@ def _means(found: list[Outputs], sizes: list[int]) -> Outputs:
         for name in found[0]
         if all(name in each for each in found)
     }
-
-
-def _own_gradients(module: nn.Module) -> None:
-    """Gradients that later micro-batches may add to: a graph's backward pass hands out its own memory as `grad`."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.clone()

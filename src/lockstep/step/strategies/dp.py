@@ -60,9 +60,9 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         if not self._scattered:
             raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return twin(self.lightning_module).training_step(*args, **kwargs)
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        return getattr(twin(module) if name == "training_step" else module, name)(*args, **kwargs)
 
     def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
         changed, start = [], 0
