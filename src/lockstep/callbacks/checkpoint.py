@@ -62,7 +62,9 @@ class Checkpoint(LightningCheckpoint):
         self._record = record or {}
         self._best_step = -1
         self._validated = -1  # the step after which it was done last
+        self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
         self._due = False
+        self._unapplied = False  # whether what was saved last has gradients under way
 
     @property
     def best_path(self) -> Path | None:
@@ -91,9 +93,7 @@ class Checkpoint(LightningCheckpoint):
             log.warning("best.ckpt of the run before is not beside %s: the best starts anew", source)
             self.best_score, self._best_step = None, -1
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._due = self._every is not None and trainer.global_step % self._every == 0
         if self._due and not validates(trainer):
             self.save(trainer)
@@ -112,7 +112,12 @@ class Checkpoint(LightningCheckpoint):
             raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
         self._judge(trainer, saves=True)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._unapplied:  # of a run that was stopped early; by now they are applied
+            self.save(trainer)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._unapplied = bool(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"].get("late"))
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 
@@ -125,11 +130,6 @@ class Checkpoint(LightningCheckpoint):
             self.best_score, self._best_step = state_dict["best_score"], state_dict["best_step"]
 
     # --- the best ---
-
-    @property
-    def _by_validation(self) -> bool:
-        """Whether it is validation that logs the monitored metric, by its name: `val/acc`, or `val_acc`."""
-        return self._monitor is not None and self._monitor.startswith("val")
 
     def _judge(self, trainer: Trainer, saves: bool) -> None:
         """Saves if it `saves`, or if this is the best so far."""

@@ -6,7 +6,6 @@ byte in the weights would load and train. `load` looks.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import zipfile
@@ -46,9 +45,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()
         if code := _code(file.name):
-            raise CheckpointError(
-                f"{path}: not saved, loading it would have to run code: it holds {code}, not only data"
-            )
+            raise CheckpointError(f"{path}: not saved, loading it would run code: it holds {code}, not only data")
 
 
 @patient()
@@ -92,9 +89,7 @@ def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
-        raise CheckpointError(
-            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
-        )
+        raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     return checkpoint
 
 
@@ -117,13 +112,14 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def __init__(self) -> None:
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None  # of the checkpoint loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
-        self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
+        copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        self.then(save, copy, path)
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Does something after what is being written, if that goes well."""
@@ -134,9 +130,9 @@ class AtomicCheckpointIO(CheckpointIO):
                 before.result()
             task(*args)
 
-        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending.append(self._writer.submit(work))
 
+    @patient()
     def wait(self) -> None:
         """Returns when all is on the disk.
 
@@ -144,9 +140,8 @@ class AtomicCheckpointIO(CheckpointIO):
             OSError, CheckpointError: as `save`.
         """
         pending, self._pending = self._pending, []
-        with patient() if pending else contextlib.nullcontext():
-            for task in pending:
-                task.result()
+        for task in pending:
+            task.result()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -159,10 +154,6 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def teardown(self) -> None:
-        if self._writer is not None:
-            with patient():
-                self._writer.shutdown()
-            self._writer = None
         self.wait()
 
 
@@ -172,12 +163,6 @@ def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
     if trainer.ckpt_path is None:
         return None, trainer.global_step
     return str(trainer.ckpt_path), cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).loaded_step
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy in the machine's memory, without gradient."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def _fault(path: Path) -> str:

@@ -55,16 +55,14 @@ class Console(Callback):
         self._next = time.monotonic() + self._pause
         if self._wants_bar:
             self._drawing.enter_context(logging_redirect_tqdm([LOG]))
-            steps = {"total": _total_steps(trainer), "initial": trainer.global_step}
+            steps = {"total": trainer.estimated_stepping_batches, "initial": trainer.global_step}
             self._bar = self._drawing.enter_context(tqdm(**steps, bar_format=BAR, leave=False, dynamic_ncols=True))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch % self._every_epochs == 0:
             self._say_epoch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + self._pause
@@ -75,7 +73,7 @@ class Console(Callback):
             self._bar.set_description_str(_epoch(trainer), refresh=False)
             self._bar.set_postfix_str(_line(_metrics(train).replace("train/", ""), self._speed()))
         else:
-            place = f"step {trainer.global_step}/{_total_steps(trainer)}"
+            place = f"step {trainer.global_step}/{trainer.estimated_stepping_batches}"
             LOG.info(_line(_epoch(trainer), place, _metrics(train), self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,12 +121,6 @@ class Console(Callback):
     def _stop_bar(self) -> None:
         self._drawing.close()
         self._bar, self._next = None, math.inf
-
-
-def _total_steps(trainer: Trainer) -> int:
-    """Optimizer steps of the whole run."""
-    steps = int((trainer.max_epochs or 1) * trainer.num_training_batches)
-    return min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
 
 
 def _epoch(trainer: Trainer) -> str:

@@ -42,9 +42,7 @@ class Profile(Callback):
         )
         self._profiler.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
