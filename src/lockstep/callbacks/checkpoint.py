@@ -6,18 +6,18 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, weights_in_use
+from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import aside
 from lockstep.launch.atomic import same_file
 from lockstep.launch.watchdog import patient
-from lockstep.step.loop import StepLoop, validates
+from lockstep.step.loop import validates
 
 log = logging.getLogger("lockstep")
 
@@ -131,16 +131,16 @@ class Checkpoint(LightningCheckpoint):
 
     # --- the best ---
 
-    def _judge(self, trainer: Trainer, saves: bool) -> None:
+    def _judge(self, trainer: Any, saves: bool) -> None:
         """Saves if it `saves`, or if this is the best so far."""
         # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
         told = self._validated == trainer.global_step or not self._by_validation
         improved = told and self._improved(trainer)
-        cast(StepLoop, trainer.fit_loop.epoch_loop).follow_metrics()
+        trainer.fit_loop.epoch_loop.follow_metrics()
         if improved or saves:
             self.save(trainer)
         if improved and trainer.is_global_zero:
-            cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(same_file, self._last, self._best)
+            trainer.strategy.checkpoint_io.then(same_file, self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; if so, it is the new best score."""

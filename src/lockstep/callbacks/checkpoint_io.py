@@ -12,18 +12,17 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
+from lockstep.launch.group import of_rank_zero
 from lockstep.launch.watchdog import patient
 
 
@@ -70,16 +69,15 @@ def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> di
     """
     if not (dist.is_available() and dist.is_initialized()):
         return load(path, map_location)
-    path = Path(path)
-    answer: list[Any] = [_fault(path) if dist.get_rank() == 0 else None]
-    content = np.fromfile(path, np.uint8) if answer[0] == "" else np.empty(0, np.uint8)
-    answer += [len(content)]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0]:
-        raise CheckpointError(f"{path}: {answer[0]}")
-    sent = torch.from_numpy(content) if dist.get_rank() == 0 else torch.empty(answer[1], dtype=torch.uint8)
-    dist.broadcast(sent, src=0)
-    return _loaded(io.BytesIO(sent.numpy().data), path, map_location)
+    path, reads = Path(path), dist.get_rank() == 0
+    wrong, size = of_rank_zero((_fault(path), path.stat().st_size if path.is_file() else 0) if reads else ("", 0))
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong}")
+    content = torch.empty(size, dtype=torch.uint8)
+    if reads:
+        content = torch.from_file(str(path), size=size, dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    return _loaded(io.BytesIO(content.numpy().data), path, map_location)
 
 
 def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
@@ -157,12 +155,11 @@ class AtomicCheckpointIO(CheckpointIO):
         self.wait()
 
 
-def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
+def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:
     """The checkpoint file that an evaluation has taken its weights from (None: they are those of the training that has
     just ended), and the optimizer step after which they were saved."""
-    if trainer.ckpt_path is None:
-        return None, trainer.global_step
-    return str(trainer.ckpt_path), cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).loaded_step
+    path = trainer.ckpt_path
+    return (None, trainer.global_step) if path is None else (str(path), trainer.strategy.checkpoint_io.loaded_step)
 
 
 def _fault(path: Path) -> str:

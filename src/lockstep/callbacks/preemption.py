@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
 from lockstep.launch.signals import Interrupted, pending_signals, record_signal
-from lockstep.step.loop import StepLoop, validates
+from lockstep.step.loop import validates
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements
@@ -64,12 +63,12 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         if self._ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
             raise Interrupted(self._ending)
 
-    def _answer(self, trainer: Trainer) -> None:
+    def _answer(self, trainer: Any) -> None:
         """Saves, unless it was done after this step, and takes down what is to follow."""
         if not any(isinstance(c, Checkpoint) and c.saved == trainer.global_step for c in trainer.checkpoint_callbacks):
-            cast(StepLoop, trainer.fit_loop.epoch_loop).follow_metrics()
+            trainer.fit_loop.epoch_loop.follow_metrics()
             trainer.save_checkpoint(self._path)
-        cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).wait()  # until it is on the disk
+        trainer.strategy.checkpoint_io.wait()  # until it is on the disk
         self._ending = next((signum for signum in self._agreed if signum != signal.SIGUSR1), None)
         self._agreed.clear()
         if trainer.is_global_zero:

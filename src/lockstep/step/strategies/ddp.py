@@ -109,11 +109,9 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._syncs = False
         pairs = zip(self._parameters, before, strict=True)
         if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
-            names = [name for name, p in self._module.named_parameters() if id(p) in missing]
-            raise Refusal(
-                f"strategy=ddp: no gradient has reached {listed(names)} in a step's last piece, and DDP waits for it: "
-                "use it in every training_step, or freeze it by requires_grad_(False)"
-            )
+            names = listed(name for name, p in self._module.named_parameters() if id(p) in missing)
+            why = "and DDP waits for it: use it in every training_step, or freeze it by requires_grad_(False)"
+            raise Refusal(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -141,15 +139,13 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def _average(self) -> None:
         """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is. When,
         follows from the step; Lightning's `model_averaging_period` would count anew in a run that goes on."""
-        if not self._apart:
-            return
-        trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
-        copies: list[Any] = [parameter.detach().clone() for parameter in trained]
-        everybody: Any = dist.group.WORLD
-        average_parameters(iter(copies), everybody)
-        with torch.no_grad():
+        if self._apart:
+            self._apart = False
+            trained: list[Tensor] = [parameter.detach() for parameter in self._parameters if parameter.requires_grad]
+            copies: list[Any] = [parameter.clone() for parameter in trained]
+            everybody: Any = dist.group.WORLD
+            average_parameters(iter(copies), everybody)
             torch._foreach_copy_(trained, copies)
-        self._apart = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average()
@@ -172,14 +168,12 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
 
     def _refuse_inside(self, what: str) -> None:
         if self._inside:
-            raise Refusal(
-                f"strategy=ddp: training_step can't {what}: other ranks may have fewer pieces, and a step would be "
-                "another one on each layout; return a number beside the loss, and its mean over all samples is measured"
-            )
+            why = "other ranks may have fewer pieces, and a step would be another one on each layout"
+            instead = "return a number beside the loss, and its mean over all samples is measured"
+            raise Refusal(f"strategy=ddp: training_step can't {what}: {why}; {instead}")
 
     @property
     def _module(self) -> Any:
-        """The user's module, without DDP around it."""
         return self.lightning_module
 
 
