@@ -142,8 +142,7 @@ class StepLoop(_TrainingEpochLoop):
         if self._goes_on_after_validation(data_fetcher):
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
-        step_batch, _, _ = next(data_fetcher)
-        number = self.batch_idx + 1
+        step_batch, number = next(data_fetcher)[0], self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
         step_batch = trainer.datamodule.transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
@@ -171,8 +170,7 @@ class StepLoop(_TrainingEpochLoop):
         connector.update_train_step_metrics()
 
     def _goes_on_after_validation(self, data_fetcher: Any) -> bool:
-        """Whether the run goes on from a checkpoint of a validation, so that `on_advance_end` comes next; as Lightning
-        finds it."""
+        """As Lightning finds it: whether the run goes on from a checkpoint of a validation, so that no step comes."""
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
@@ -213,8 +211,7 @@ class StepLoop(_TrainingEpochLoop):
             return outputs["loss"]
 
         counted.step.increment_ready()
-        step = (trainer.current_epoch, number, optimizer, closure)
-        call._call_lightning_module_hook(trainer, "optimizer_step", *step)
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
         counted.step.increment_completed()
         if not outputs:
             raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
@@ -263,15 +260,10 @@ class StepLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
-    def _should_accumulate(self) -> bool:
-        """Never over batches: every one is a whole step."""
-        return False
-
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
-        return super()._should_check_val_fx(data_fetcher) or (
-            is_last_step(self.trainer) and self._should_check_val_epoch()
-        )
+        ends = is_last_step(self.trainer) and self._should_check_val_epoch()
+        return super()._should_check_val_fx(data_fetcher) or ends
 
 
 def forget_logged(trainer: pl.Trainer) -> None:

@@ -41,6 +41,7 @@ LOG = logging.getLogger("lockstep")
 MEASURED = 3  # passes of which the fastest counts
 HEADER = 1 << 13  # bytes: a tensor's dtype, shape and strides, and the generators' states (the host's has 5,056)
 KEPT = 2  # tensors on their way to one rank; then it is waited for
+ANCHOR = torch.zeros((), requires_grad=True)  # so that autograd comes to both ends of a stage, trained or not
 
 
 class Pipeline(PieceStrategy, DDPStrategy):
@@ -61,6 +62,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self.waited = 0.0
         self._split = split
         self._stage: Any = None
+        self._first = False
         self._rank_of: dict[int, int] = {}  # by id of a stage's parameters, buffers and layers
         self._names: dict[str, int] = {}  # by name of a parameter or buffer
         self._sent: dict[int, deque[Any]] = defaultdict(deque)
@@ -77,6 +79,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         if self._stage is None:
             self._cut(model)
             self.ahead = self.global_rank
+            self._first = self.global_rank == self.world_size - 1
             self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
         return model
@@ -85,9 +88,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
         """Keeps this rank's stage, and gives up the memory of the others'."""
         parts, stages, kind = parts_of(model), self.world_size, type(model).__name__
         if not parts:
+            needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
             raise Refusal(
-                f"strategy=pipeline: {kind} is no network in a row that could be cut: it needs an nn.Sequential as its "
-                "only network, or a method stages() that returns its modules in order (docs/pipeline.md)"
+                f"strategy=pipeline: {kind} is no network in a row to be cut: it needs {needs} (docs/pipeline.md)"
             )
         if len(parts) < stages:
             raise Refusal(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
@@ -138,10 +141,8 @@ class Pipeline(PieceStrategy, DDPStrategy):
             except Exception as error:
                 why = f" (part {at}: {str(error).splitlines()[0]})"
         if why or not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
-            raise Refusal(
-                f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its "
-                f"forward() does{why}: stages() must return all of it, in order"
-            )
+            what = f"the parts of {type(model).__name__} one after the other don't give what its forward() does{why}"
+            raise Refusal(f"strategy=pipeline: {what}: stages() must return all of it, in order")
         for layer, training in modes:
             layer.training = training
         return seconds
@@ -188,9 +189,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
     def _train(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # the last stage has passed this piece
             return self.receive(0)
-        y: Tensor = self._stage(x if self._first else _Receive.apply(_anchor(), self))
+        y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
         if self.global_rank:
-            raise _Left(_Send.apply(y, _anchor(), self))
+            raise _Left(_Send.apply(y, ANCHOR, self))
         return self._tell(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
@@ -199,10 +200,6 @@ class Pipeline(PieceStrategy, DDPStrategy):
             return self._tell(y)
         self.send(y, self.global_rank - 1)
         return self.receive(0)
-
-    @property
-    def _first(self) -> bool:
-        return self.global_rank == self.world_size - 1
 
     def _tell(self, y: Tensor) -> Tensor:
         for rank in range(1, self.world_size):
@@ -276,9 +273,9 @@ class Pipeline(PieceStrategy, DDPStrategy):
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
-        for at, parameter in enumerate(parameters):
+        for column, parameter in zip(norms.T, parameters, strict=True):
             if parameter.grad is not None:
-                norms[:, at] = torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())])
+                column.copy_(torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())]))
         dist.all_reduce(norms)  # of each column one rank's is not 0
         return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(parameters[0].dtype))
 
@@ -324,11 +321,6 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.pipeline.send(gradient, ctx.pipeline.global_rank + 1)
         return None, None
-
-
-def _anchor() -> Tensor:
-    """By it autograd comes to both ends of a stage, also where nothing of it is trained."""
-    return torch.zeros((), requires_grad=True)
 
 
 class _Left(BaseException):
