@@ -89,11 +89,13 @@ def test_a_plain_loop(project: Path, tmp_path: Path, late: int) -> None:
 
 def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path, tmp_path: Path) -> None:
     """After the first epoch; the best checkpoint keeps the weights that were validated."""
-    stop = ("monitor=val/acc", "mode=max", "stopping_threshold=-1.0")
-    options = (
-        "+callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
-        *(f"+callbacks.stop.{s}" for s in stop),
+    stop = (
+        "_target_=lightning.pytorch.callbacks.EarlyStopping",
+        "monitor=val/acc",
+        "mode=max",
+        "stopping_threshold=-1.0",
     )
+    options = [f"+callbacks.stop.{option}" for option in stop]
     run = train(project, tmp_path, "LitDigits", "lr=0.1", "late=2", *options)
     assert run.summary["steps"] == 4
     assert same_as(run, by_hand(2, steps=4))

@@ -96,21 +96,21 @@ class ExactSum:
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
         as nan, on every process.
         """
-        self.send(all_reduce)
+        all_reduce(self.send(), "sum")
         sums, bounds = self.receive(all_reduce, divisor)
         self.follow(bounds)
         return sums
 
-    def send(self, all_reduce: AllReduce) -> None:
-        """The first half of `total`: after it nothing is added. `all_reduce` may still be under way when it returns."""
+    def send(self) -> Tensor:
+        """The first half of `total`, after which nothing is added: what all processes are to sum, in place."""
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
-        all_reduce(self.units, "sum")
+        return self.units
 
     def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
-        """The second half, once what `send` began has ended: the sums, and what `follow` takes."""
+        """The second half, once what `send` returned is summed: the sums, and what `follow` takes."""
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]

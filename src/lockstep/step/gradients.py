@@ -158,19 +158,15 @@ class ExactGradientSum(GradientSum):
         self.give(self.start(step_batch))
 
     def start(self, step_batch: Any) -> StartedSum:
-        total, works = self.sum, []
-
-        def send(tensor: Tensor, op: str) -> None:
-            if self.world_size > 1:
-                works.append(dist.all_reduce(tensor, async_op=True))
+        total, units = self.sum, self.sum.send()
+        work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:
-            for work in works:
+            if work is not None:
                 work.wait()
             sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
             return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
 
-        total.send(send)
         started = StartedSum(self.parameters, wait)
         if self.late and None in total.grids:  # of a run's first step; those until it is given need a grid too
             total.follow(started.result[1])

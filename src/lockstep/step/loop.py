@@ -34,9 +34,6 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
 from lockstep.step.passes import Outputs, StepPasses, overrides
 
-# Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
-HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
-
 
 class StepTrainer(pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
@@ -104,7 +101,7 @@ class StepLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._heard: set[str] = set()  # those of HOOKS that somebody implements
+        self._hears_zero_grad = True  # whether somebody has that hook: to ask everybody takes 20 us
         self._takes_number = True  # whether `training_step` takes the batch's number
         self._followed: dict[str, int] = {}  # by interval, the step after which what follows a metric was moved last
 
@@ -128,7 +125,7 @@ class StepLoop(_TrainingEpochLoop):
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-        self._heard = {name for name in HOOKS if any(overrides(owner, name, base) for owner, base in owners)}
+        self._hears_zero_grad = any(overrides(owner, "on_before_zero_grad", base) for owner, base in owners)
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
         if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
@@ -198,7 +195,8 @@ class StepLoop(_TrainingEpochLoop):
 
         def zero_grad() -> None:
             counted.zero_grad.increment_ready()
-            self._hook("on_before_zero_grad", optimizer.optimizer)
+            if self._hears_zero_grad:
+                self._hook("on_before_zero_grad", optimizer.optimizer)
             counted.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
             counted.zero_grad.increment_completed()
@@ -232,8 +230,6 @@ class StepLoop(_TrainingEpochLoop):
 
     def _hook(self, name: str, *args: Any) -> Any:
         """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""
-        if name not in self._heard:
-            return None
         call._call_callback_hooks(self.trainer, name, *args)
         return call._call_lightning_module_hook(self.trainer, name, *args)
 

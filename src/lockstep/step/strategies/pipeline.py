@@ -89,9 +89,8 @@ class Pipeline(PieceStrategy, DDPStrategy):
         parts, stages, kind = parts_of(model), self.world_size, type(model).__name__
         if not parts:
             needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
-            raise Refusal(
-                f"strategy=pipeline: {kind} is no network in a row to be cut: it needs {needs} (docs/pipeline.md)"
-            )
+            wrong = f"strategy=pipeline: {kind} is no network in a row that could be cut"
+            raise Refusal(f"{wrong}: it needs {needs} (docs/pipeline.md)")
         if len(parts) < stages:
             raise Refusal(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
         seconds = self.broadcast(self._measured(model, parts))

@@ -65,7 +65,7 @@ class PieceStrategy(Strategy):
         return own
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The norm of the gradient over all `parameters`. Every process calls it."""
+        """The norm of the gradient over all `parameters`. Where they are `staged`, every process calls it."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
