@@ -217,13 +217,13 @@ class StepLoop(_TrainingEpochLoop):
 
     def apply_late(self) -> None:
         """At the run's end, applies the gradients that are under way, the oldest first. They count as no steps."""
-        late, module = self.passes.late, self.trainer.lightning_module
+        module = self.trainer.lightning_module
 
         def closure() -> Tensor:
-            late.give(late.line.popleft())
+            self.passes.apply_late()
             return torch.zeros(())
 
-        while late.line:
+        while self.passes.gradients.line:
             step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
             call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
         self.passes.finite.settle()

@@ -18,8 +18,7 @@ from lockstep.launch.watchdog import beat
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.late import LateGradients
+from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
@@ -40,7 +39,6 @@ class StepPasses:
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
-        self.late = LateGradients(gradients, finite)
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -50,7 +48,7 @@ class StepPasses:
             NonFinite: the last step's gradient was not finite, or one under way.
         """
         self.finite.settle()
-        late = {"late": self.late.state_dict()} if self.gradients.late else {}
+        late = {"late": [self._saved(started) for started in self.gradients.line]} if self.gradients.late else {}
         exact = self.statistics.exact
         if exact is None or not isinstance(self.gradients, ExactGradientSum):
             return late
@@ -63,9 +61,24 @@ class StepPasses:
         found = self.gradients.strategy.gathered({at: exponents[at] for at in own})
         return [found.get(at, exponent) for at, exponent in enumerate(exponents)]
 
+    def _saved(self, started: StartedSum) -> dict[str, Any]:
+        """A gradient that is under way, summed; every process calls it."""
+        gradients, bounds = started.result
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+            self._look(*started.give())
+            self.finite.settle()
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
+        return {"step": started.step[0].step, "gradients": named, "bounds": bounds}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint held; no grids, where the run before was not exact."""
-        self.late.load_state_dict(state.get("late", []))
+        """Takes what a checkpoint of any layout held; no grids, where the run before was not exact."""
+        parameters = dict(self._module.named_parameters())
+        for saved in state.get("late", []):
+            given = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
+            started = StartedSum(list(given), lambda: ([], []), (StepBatch([], 0, 0, 0, saved["step"], True), []))
+            started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in given.items()], saved["bounds"]
+            self.gradients.line.append(started)
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
             self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
@@ -94,7 +107,7 @@ class StepPasses:
             `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
             samples, on its device. Of a process without a sample, a loss of 0.
         """
-        module, strategy, statistics = trainer.lightning_module, trainer.strategy, self.statistics
+        module, strategy, statistics = self._module, trainer.strategy, self.statistics
         before = [buffer.clone() for buffer in module.buffers()] if self.finite.policy == "skip" else []
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
@@ -142,20 +155,33 @@ class StepPasses:
                 raise Refusal(advised) from error
             raise
         losses = [outputs["loss"] for outputs in found]
-        if self.gradients.late:
-            self.late.step(step_batch, losses, statistics)
-        else:
-            self.gradients.finish(step_batch)
-            statistics.finish(step_batch)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
-                for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
-                    buffer.resize_(value.shape).copy_(value)
+        self.gradients.wait()
+        statistics.finish(step_batch)
+        due = self.gradients.finish(step_batch, losses)
+        if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
+            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
+                buffer.resize_(value.shape).copy_(value)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
+
+    def apply_late(self) -> None:
+        """Gives the parameters the oldest gradient that is under way.
+
+        Raises:
+            NonFinite: it is not finite.
+        """
+        self._look(*self.gradients.give())
+
+    def _look(self, step_batch: StepBatch, losses: list[Tensor], scaler: torch.amp.GradScaler | None = None) -> bool:
+        """Whether a step is skipped, of which the parameters have the gradient."""
+        return self.finite.look(self._module, self.gradients.strategy.optimizers[0], step_batch, losses, scaler)
+
+    @property
+    def _module(self) -> Any:
+        return self.gradients.strategy.lightning_module
 
     def _batch(self, trainer: Any, micro_batch: MicroBatch, step: int) -> Any:
         """What `training_step` gets, after the module's own `on_after_batch_transfer`, which mixes images, say."""
