@@ -227,10 +227,10 @@ class ExactSum:
         exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
         agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
-        for at, value in ((at, value) for at, value in self.outgrown if at in agreed):
-            constant = _constant(agreed[at])
-            self._round(value, units[at], constant, math.inf, first=False)
-            units[at] -= _bits(constant)
+        for at, value in self.outgrown:
+            if at in agreed:
+                constant = _constant(agreed[at])
+                units[at] += (value.double() + constant).view(torch.int64) - _bits(constant)
         if units:
             flat = torch.cat(list(units.values()))
             all_reduce(flat, "sum")

@@ -101,12 +101,11 @@ class Checkpoint(LightningCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = trainer.global_step
         # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if not trainer.is_last_batch:
             self._judge(trainer, saves=self._due)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        names = sorted(trainer.callback_metrics)
-        expected = self._validated >= 0 or not self._by_validation
+        names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self._monitor is not None and expected and self._monitor not in names:
             logged = ", ".join(names) or "nothing"
             raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
@@ -122,8 +121,8 @@ class Checkpoint(LightningCheckpoint):
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        best = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self._monitor, "mode": self._mode, **best}
+        kept = {"best_score": self.best_score, "best_step": self._best_step}
+        return {"monitor": self._monitor, "mode": self._mode, **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (state_dict["monitor"], state_dict["mode"]) == (self._monitor, self._mode):  # else scores can't be compared
@@ -144,7 +143,7 @@ class Checkpoint(LightningCheckpoint):
 
     def _improved(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; if so, it is the new best score."""
-        metric = trainer.callback_metrics.get(self._monitor) if self._monitor is not None else None
+        metric = trainer.callback_metrics.get(self._monitor or "")
         if metric is None:
             return False
         # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.

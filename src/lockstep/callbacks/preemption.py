@@ -52,7 +52,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
             self._answer(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if self._agreed and not trainer.is_last_batch:
             self._answer(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -28,38 +28,31 @@ class ResumeState(Callback):
         self._loaded: dict[str, Any] = {}  # the checkpoint, which Lightning goes on from after `on_fit_start`
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
-        self._changed: dict[str, bool] = {}  # since then, in the run that goes on
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
-        checkpoint["continuation"] = {
-            "stopped": trainer.should_stop,
-            "length": self.length,
-            "trained": changed,
-            "settings": self.settings,
-        }
+        kept = {"length": self.length, "trained": changed, "settings": self.settings}
+        checkpoint["continuation"] = {"stopped": trainer.should_stop, **kept}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("continuation")
-        if saved is None or trainer.state.fn != "fit":
-            return
-        trainer.should_stop = saved["stopped"] and saved["length"] == self.length
-        self._changed = saved["trained"]
-        self._loaded = checkpoint
+        if saved is not None and trainer.state.fn == "fit":
+            trainer.should_stop = saved["stopped"] and saved["length"] == self.length
+            self._loaded = checkpoint
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, trained in self._changed.items():  # the optimizer was made before, as it was then
+        saved = self._loaded.get("continuation", {"trained": {}, "settings": self.settings})
+        for name, trained in saved["trained"].items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
-        if self._loaded and self._loaded["continuation"]["settings"] != self.settings:
-            self._follow_settings(trainer)
+        if saved["settings"] != self.settings:
+            self._follow_settings(trainer, saved["settings"])
         self._loaded = {}
 
-    def _follow_settings(self, trainer: Any) -> None:
-        before, configs = self._loaded["continuation"]["settings"], trainer.lr_scheduler_configs
-        states = []
+    def _follow_settings(self, trainer: Any, before: dict[str, Any]) -> None:
+        configs, states = trainer.lr_scheduler_configs, []
         for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
             new = config.scheduler.state_dict()
             if config.reduce_on_plateau:

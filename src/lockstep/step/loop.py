@@ -279,9 +279,9 @@ def is_last_step(trainer: pl.Trainer) -> bool:
 def validates(trainer: pl.Trainer) -> bool:
     """Whether validation, or an epoch's end, follows the step just taken. A checkpoint waits for it: a run resumed from
     one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
-    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+    if trainer.is_last_batch:
         return True
     if not (trainer.enable_validation and any(trainer.num_val_batches)):
         return False
-    inside = trainer.check_val_every_n_epoch is None
-    return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)
+    inside = trainer.check_val_every_n_epoch is None and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    return inside or is_last_step(trainer)

@@ -74,6 +74,7 @@ class StepPasses:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what a checkpoint of any layout held; no grids, where the run before was not exact."""
         parameters = dict(self._module.named_parameters())
+        self.gradients.line.clear()
         for saved in state.get("late", []):
             given = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
             started = StartedSum(list(given), lambda: ([], []), (StepBatch([], 0, 0, 0, saved["step"], True), []))
