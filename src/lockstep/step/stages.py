@@ -19,8 +19,9 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     found = list(networks(module))
     only = found if len(found) == 1 else []
     for owner in (module, *only):
-        if callable(getattr(type(owner), "stages", None)):
-            return list(owner.stages())  # type: ignore[operator]
+        stages: Any = getattr(type(owner), "stages", None)
+        if callable(stages):
+            return list(stages(owner))
     return list(only[0]) if only and isinstance(only[0], nn.Sequential) else []
 
 
