@@ -41,12 +41,7 @@ class BatchNormStats:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        strategy: Any,
-        world_size: int,
-        exact: bool = False,
-        exponents: Sequence[int | None] = (),
+        self, module: nn.Module, strategy: Any, world_size: int, exact: bool, exponents: Sequence[int | None]
     ) -> None:
         layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())

@@ -91,11 +91,7 @@ class StepPasses:
         return BatchNormStats(strategy.lightning_module, strategy, self.gradients.world_size, exact, self._restored)
 
     def __call__(
-        self,
-        trainer: Any,
-        step_batch: StepBatch,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], Any],
+        self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
     ) -> Outputs:
         """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
         With late gradients they get the one that is due instead, or none.

@@ -168,7 +168,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         try:
             found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
         except _Left as left:
-            return left.value
+            return left.args[0]
         if not self._calls:
             raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
@@ -323,10 +323,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Left(BaseException):
-    """Leaves a step at its call of `forward`, past any `except Exception` of its own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    """Leaves a step at its call of `forward`, past any `except Exception` of its own, with a tensor."""
 
 
 def _refuse(name: str, _: Tensor) -> None:
