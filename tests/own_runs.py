@@ -83,8 +83,8 @@ def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x[each], y[each]) for each in ids]
 
 
-def same_as(folder: Path, net: torch.nn.Module) -> bool:
-    """Whether a run ended with these weights."""
-    found = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    pairs = ((found[f"net.{name}"], value) for name, value in net.state_dict().items())
+def same_as(folder: Path, net: torch.nn.Module, name: str = "last") -> bool:
+    """Whether a run's checkpoint has these weights."""
+    found = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)["state_dict"]
+    pairs = ((found[f"net.{key}"], value) for key, value in net.state_dict().items())
     return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)

@@ -16,6 +16,7 @@ from test_step_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.loading import DataModule
+from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -25,10 +26,10 @@ from lockstep.step.strategies import make_strategy
 # --- late -------------------------------------------------------------------------------------------------------------
 
 
-def by_hand(late: int, left_out: int = 0) -> torch.nn.Module:
+def by_hand(late: int, left_out: int = 0, steps: int = 8) -> torch.nn.Module:
     """The loop that a run with late gradients must be; with the last `left_out` not applied."""
     replica, line = Replica(), []
-    for x, y in batches(int(DATA["samples"])):
+    for x, y in batches(int(DATA["samples"]))[:steps]:
         line.append(replica.gradient(x, y))
         if len(line) > late:
             replica.apply(line.pop(0))
@@ -44,6 +45,24 @@ def test_a_plain_loop(project: Path, tmp_path: Path, late: int) -> None:
     assert run.summary["steps"] == 8
     controls = [by_hand(other) for other in (0, 1, 3) if other != late] + [by_hand(late, left_out=1)]
     assert not any(same_as(run.folder, control) for control in controls)
+
+
+def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path, tmp_path: Path) -> None:
+    """After the first epoch; the best checkpoint keeps the weights that were validated."""
+    stop = (
+        "_target_=lightning.pytorch.callbacks.EarlyStopping",
+        "monitor=val/acc",
+        "mode=max",
+        "stopping_threshold=-1.0",
+    )
+    options = [f"+callbacks.stop.{option}" for option in stop]
+    run = train(project, tmp_path, "LitDigits", "lr=0.1", "late=2", *options)
+    assert run.summary["steps"] == 4
+    assert same_as(run.folder, by_hand(2, steps=4))
+    assert same_as(run.folder, by_hand(2, left_out=2, steps=4), "best")
+    assert not same_as(run.folder, by_hand(2, left_out=1, steps=4))
+    held = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert run.summary["weights_sha256"] == weights_sha256(held)
 
 
 # Everything that is random or keeps a state; two epochs with a tail of one sample, so that ranks have none.

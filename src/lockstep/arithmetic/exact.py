@@ -83,8 +83,9 @@ class ExactSum:
         # on CPU, `_round` looks at each chunk when it is in the cache
         bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
         for at, flat, bound in zip(self.own, flats, bounds, strict=True):
-            room = self._room(at)
-            if bound < room and self._round(flat, self.parts[at], self._constant(at), room, not self.rounded[at]):
+            grid = self.grids[at]
+            room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # what an element must stay below
+            if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
                 self.rounded[at] += 1
             else:  # nan too
                 self.outgrown.append((at, flat.clone()))
@@ -95,21 +96,21 @@ class ExactSum:
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
         as nan, on every process.
         """
-        self.send(all_reduce)
+        all_reduce(self.send(), "sum")
         sums, bounds = self.receive(all_reduce, divisor)
         self.follow(bounds)
         return sums
 
-    def send(self, all_reduce: AllReduce) -> None:
-        """The first half of `total`: after it nothing is added. `all_reduce` may still be under way when it returns."""
+    def send(self) -> Tensor:
+        """The first half of `total`, after which nothing is added: what all processes are to sum, in place."""
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
-        all_reduce(self.units, "sum")
+        return self.units
 
     def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
-        """The second half, once what `send` began has ended: the sums, and what `follow` takes."""
+        """The second half, once what `send` returned is summed: the sums, and what `follow` takes."""
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
@@ -137,36 +138,24 @@ class ExactSum:
             return min(max(math.frexp(bound)[1], least), HIGHEST)
         return old if old is None else max(old - (BITS - HEAD), least)
 
-    def _room(self, at: int) -> float:
-        """What an element must stay below to be rounded to its grid."""
-        grid = self.grids[at]
-        return 0.0 if grid is None else 2.0 ** (grid + BITS - 1)
-
-    def _constant(self, at: int) -> float:
-        grid = self.grids[at]
-        assert grid is not None
-        return 1.5 * 2.0 ** (52 + grid)
-
     def _flat(self, group: list[int], values: Sequence[Tensor | None]) -> Tensor:
         """The group's elements in the order in which `like` stores them; a tensor by itself is not copied."""
-        parts = [self._stored(index, values[index]) for index in group]
+        parts = []
+        for index in group:
+            like, value = self.like[index], values[index]
+            if value is None:
+                value = torch.zeros_like(like)
+            elif self.dense[index] and value.stride() != like.stride():
+                value = torch.empty_like(like, dtype=value.dtype).copy_(value)
+            parts.append(value.as_strided((like.numel(),), (1,)) if self.dense[index] else value.reshape(-1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _stored(self, index: int, value: Tensor | None) -> Tensor:
-        like = self.like[index]
-        if value is None:
-            value = torch.zeros_like(like)
-        if not self.dense[index]:
-            return value.reshape(-1)
-        if value.stride() != like.stride():
-            value = torch.empty_like(like, dtype=value.dtype).copy_(value)
-        return value.as_strided((like.numel(),), (1,))
 
     def _shaped(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
         """Views of the groups' elements with the shapes and strides of `like`, by their number there."""
         found: dict[int, Tensor] = {}
-        for group, flat in zip((self.groups[at] for at in self.own), flats, strict=True):
-            for index, part in zip(group, flat.split([self.like[index].numel() for index in group]), strict=True):
+        for at, flat in zip(self.own, flats, strict=True):
+            sizes = [self.like[index].numel() for index in self.groups[at]]
+            for index, part in zip(self.groups[at], flat.split(sizes), strict=True):
                 shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
                 found[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
@@ -200,9 +189,10 @@ class ExactSum:
         return True
 
     def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
-        grid = self.grids[at]
-        constants = 0 if grid is None else _wrapped(self.rounded[at] * _bits(self._constant(at)))
-        scale = 1.0 if grid is None else 2.0**grid
+        grid = self.grids[at] or 0
+        constants = self.rounded[at] * _bits(_constant(grid))
+        constants = (constants + 2**63) % 2**64 - 2**63  # as int64 arithmetic wraps it
+        scale = 2.0**grid
         result = torch.empty(self.sizes[at], dtype=self.like[self.groups[at][0]].dtype, device=self.device)
         for start, units in zip(range(0, len(result), CHUNK), self.parts[at].split(CHUNK), strict=False):
             part = result[start : start + CHUNK]
@@ -237,10 +227,10 @@ class ExactSum:
         exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
         agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
-        for at, value in ((at, value) for at, value in self.outgrown if at in agreed):
-            constant = 1.5 * 2.0 ** (52 + agreed[at])
-            self._round(value, units[at], constant, math.inf, first=False)
-            units[at] -= _bits(constant)
+        for at, value in self.outgrown:
+            if at in agreed:
+                constant = _constant(agreed[at])
+                units[at] += (value.double() + constant).view(torch.int64) - _bits(constant)
         if units:
             flat = torch.cat(list(units.values()))
             all_reduce(flat, "sum")
@@ -254,22 +244,19 @@ def _bounds(flats: Sequence[Tensor]) -> list[float]:
     if not flats:
         return []
     if flats[0].device.type == "cpu":  # numpy takes half of the time, and hands on nan as torch does
-        ends_of = ((float(flat.numpy().min()), float(flat.numpy().max())) if flat.numel() else (0, 0) for flat in flats)
-        return [max(-low, high) for low, high in ends_of]
-    ends = torch.stack(
-        [end for flat in flats for end in (torch.aminmax(flat) if flat.numel() else (flat.new_zeros(()),) * 2)]
-    )
+        return [max(-float(flat.numpy().min(initial=0)), float(flat.numpy().max(initial=0))) for flat in flats]
+    ends = torch.stack([end for flat in flats for end in torch.aminmax(flat if len(flat) else flat.new_zeros(1))])
     low, high = ends.double().view(-1, 2).unbind(1)
     return torch.maximum(-low, high).tolist()
 
 
+def _constant(grid: int | None) -> float:
+    """What rounds a float64 to a multiple of 2**grid when it is added; 2**0 where no grid is known yet."""
+    return 1.5 * 2.0 ** (52 + (grid or 0))
+
+
 def _bits(constant: float) -> int:
     return int(np.float64(constant).view(np.int64))
-
-
-def _wrapped(value: int) -> int:
-    """An integer as int64 arithmetic wraps it."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
@@ -290,10 +277,8 @@ def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
 def dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without gaps: such tensors can be read as they are stored."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    ):
-        if stride != expected:
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
             return False
         expected *= size
     return True

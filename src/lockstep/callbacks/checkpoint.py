@@ -6,18 +6,18 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, weights_in_use
+from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import aside
 from lockstep.launch.atomic import same_file
 from lockstep.launch.watchdog import patient
-from lockstep.step.loop import StepLoop, validates
+from lockstep.step.loop import validates
 
 log = logging.getLogger("lockstep")
 
@@ -62,7 +62,9 @@ class Checkpoint(LightningCheckpoint):
         self._record = record or {}
         self._best_step = -1
         self._validated = -1  # the step after which it was done last
+        self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
         self._due = False
+        self._unapplied = False  # whether what was saved last has gradients under way
 
     @property
     def best_path(self) -> Path | None:
@@ -91,9 +93,7 @@ class Checkpoint(LightningCheckpoint):
             log.warning("best.ckpt of the run before is not beside %s: the best starts anew", source)
             self.best_score, self._best_step = None, -1
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         self._due = self._every is not None and trainer.global_step % self._every == 0
         if self._due and not validates(trainer):
             self.save(trainer)
@@ -101,24 +101,28 @@ class Checkpoint(LightningCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated = trainer.global_step
         # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if not trainer.is_last_batch:
             self._judge(trainer, saves=self._due)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        names = sorted(trainer.callback_metrics)
-        expected = self._validated >= 0 or not self._by_validation
+        names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self._monitor is not None and expected and self._monitor not in names:
             logged = ", ".join(names) or "nothing"
             raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
         self._judge(trainer, saves=True)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._unapplied:  # of a run that was stopped early; by now they are applied
+            self.save(trainer)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._unapplied = bool(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"].get("late"))
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        best = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self._monitor, "mode": self._mode, **best}
+        kept = {"best_score": self.best_score, "best_step": self._best_step}
+        return {"monitor": self._monitor, "mode": self._mode, **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (state_dict["monitor"], state_dict["mode"]) == (self._monitor, self._mode):  # else scores can't be compared
@@ -126,25 +130,20 @@ class Checkpoint(LightningCheckpoint):
 
     # --- the best ---
 
-    @property
-    def _by_validation(self) -> bool:
-        """Whether it is validation that logs the monitored metric, by its name: `val/acc`, or `val_acc`."""
-        return self._monitor is not None and self._monitor.startswith("val")
-
-    def _judge(self, trainer: Trainer, saves: bool) -> None:
+    def _judge(self, trainer: Any, saves: bool) -> None:
         """Saves if it `saves`, or if this is the best so far."""
         # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
         told = self._validated == trainer.global_step or not self._by_validation
         improved = told and self._improved(trainer)
-        cast(StepLoop, trainer.fit_loop.epoch_loop).follow_metrics()
+        trainer.fit_loop.epoch_loop.follow_metrics()
         if improved or saves:
             self.save(trainer)
         if improved and trainer.is_global_zero:
-            cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).then(same_file, self._last, self._best)
+            trainer.strategy.checkpoint_io.then(same_file, self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; if so, it is the new best score."""
-        metric = trainer.callback_metrics.get(self._monitor) if self._monitor is not None else None
+        metric = trainer.callback_metrics.get(self._monitor or "")
         if metric is None:
             return False
         # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.

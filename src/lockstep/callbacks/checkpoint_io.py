@@ -6,25 +6,23 @@ byte in the weights would load and train. `load` looks.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
+from lockstep.launch.group import of_rank_zero
 from lockstep.launch.watchdog import patient
 
 
@@ -46,9 +44,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         file.flush()
         if code := _code(file.name):
-            raise CheckpointError(
-                f"{path}: not saved, loading it would have to run code: it holds {code}, not only data"
-            )
+            raise CheckpointError(f"{path}: not saved, loading it would run code: it holds {code}, not only data")
 
 
 @patient()
@@ -72,10 +68,10 @@ def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> di
         CheckpointError: on all ranks.
     """
     path = Path(path)
-    return _loaded(of_rank_zero(path, fault), path, map_location)
+    return _loaded(file_of_rank_zero(path, fault), path, map_location)
 
 
-def of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[bytes]:
+def file_of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[bytes]:
     """A file as all ranks can read it: rank zero's bytes; where there are no ranks, the file itself.
 
     Args:
@@ -86,18 +82,15 @@ def of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[bytes]:
     """
     ranks = dist.is_available() and dist.is_initialized()
     mine = not ranks or dist.get_rank() == 0
-    answer: list[Any] = [check(path) if mine else None]
-    content = np.fromfile(path, np.uint8) if ranks and answer[0] == "" else np.empty(0, np.uint8)
-    answer += [len(content)]
-    if ranks:
-        dist.broadcast_object_list(answer, src=0)
-    if answer[0]:
-        raise CheckpointError(f"{path}: {answer[0]}")
+    wrong = check(path) if mine else ""
+    wrong, size = of_rank_zero((wrong, path.stat().st_size if mine and not wrong else 0))
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path
-    sent = torch.from_numpy(content) if mine else torch.empty(answer[1], dtype=torch.uint8)
-    dist.broadcast(sent, src=0)
-    return io.BytesIO(sent.numpy().data)
+    content = torch.from_file(str(path), size=size, dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(content, src=0)
+    return io.BytesIO(content.numpy().data)
 
 
 def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
@@ -116,9 +109,7 @@ def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
 def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
     checkpoint = plain(source, path, map_location)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
-        raise CheckpointError(
-            f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
-        )
+        raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     return checkpoint
 
 
@@ -141,13 +132,14 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def __init__(self) -> None:
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None  # of the checkpoint loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
-        self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
+        copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        self.then(save, copy, path)
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Does something after what is being written, if that goes well."""
@@ -158,9 +150,9 @@ class AtomicCheckpointIO(CheckpointIO):
                 before.result()
             task(*args)
 
-        self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending.append(self._writer.submit(work))
 
+    @patient()
     def wait(self) -> None:
         """Returns when all is on the disk.
 
@@ -168,9 +160,8 @@ class AtomicCheckpointIO(CheckpointIO):
             OSError, CheckpointError: as `save`.
         """
         pending, self._pending = self._pending, []
-        with patient() if pending else contextlib.nullcontext():
-            for task in pending:
-                task.result()
+        for task in pending:
+            task.result()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -183,25 +174,14 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
     def teardown(self) -> None:
-        if self._writer is not None:
-            with patient():
-                self._writer.shutdown()
-            self._writer = None
         self.wait()
 
 
-def weights_in_use(trainer: Trainer) -> tuple[str | None, int | None]:
+def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:
     """The checkpoint file that an evaluation has taken its weights from (None: they are those of the training that has
     just ended), and the optimizer step after which they were saved."""
-    if trainer.ckpt_path is None:
-        return None, trainer.global_step
-    return str(trainer.ckpt_path), cast(AtomicCheckpointIO, trainer.strategy.checkpoint_io).loaded_step
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy in the machine's memory, without gradient."""
-    tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    path = trainer.ckpt_path
+    return (None, trainer.global_step) if path is None else (str(path), trainer.strategy.checkpoint_io.loaded_step)
 
 
 def fault(path: Path) -> str:

@@ -46,7 +46,7 @@ class Console(Callback):
         self._meter: Meter | None = None
         self._bar: Any = None
         self._drawing = contextlib.ExitStack()  # while it stands, log lines are written above it
-        self._ended: str | None = None  # an epoch whose line is not out yet
+        self._ended = ""  # the beginning of an epoch's line that is not out yet
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -55,39 +55,34 @@ class Console(Callback):
         self._next = time.monotonic() + self._pause
         if self._wants_bar:
             self._drawing.enter_context(logging_redirect_tqdm([LOG]))
-            steps = {"total": _total_steps(trainer), "initial": trainer.global_step}
+            steps = {"total": trainer.estimated_stepping_batches, "initial": trainer.global_step}
             self._bar = self._drawing.enter_context(tqdm(**steps, bar_format=BAR, leave=False, dynamic_ncols=True))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch % self._every_epochs == 0:
             self._say_epoch(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + self._pause
-        latest = self._meter.latest if self._meter else {}
-        train = {tag: value for tag, value in latest.items() if tag.startswith("train/")}
+        train = _metrics(self._meter.latest if self._meter else {}, "train/")
         if self._bar:
             self._bar.n = trainer.global_step
             self._bar.set_description_str(_epoch(trainer), refresh=False)
-            self._bar.set_postfix_str(_line(_metrics(train).replace("train/", ""), self._speed()))
+            self._bar.set_postfix_str(_line(train.replace("train/", ""), self._speed()))
         else:
-            place = f"step {trainer.global_step}/{_total_steps(trainer)}"
-            LOG.info(_line(_epoch(trainer), place, _metrics(train), self._speed()))
+            LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.is_last_batch or is_last_step(trainer):
             return  # of an epoch's end, or the run's, the epoch's own line tells
-        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("val")}
-        LOG.info(_line(_epoch(trainer), f"step {trainer.global_step}", _metrics(found)))
+        LOG.info(_line(_step(trainer), _metrics(trainer.callback_metrics, "val")))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             # The module may log something after this hook: the line waits for the next one.
-            self._ended = _line(_epoch(trainer), f"step {trainer.global_step}")
+            self._ended = _step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._say_epoch(trainer)
@@ -97,24 +92,19 @@ class Console(Callback):
         self._stop_bar()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
-        if metrics:
+        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
+        if found and trainer.is_global_zero:
             path, step = weights_in_use(trainer)
             title = f"test ({Path(path).name if path else 'last weights'}, step {step})"
-            values = [f"{name.removeprefix('test/')} {_short(float(value))}" for name, value in metrics.items()]
-            LOG.info(_line(title, *values))
+            LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in found.items())))
 
     # --- lines ---
 
     def _say_epoch(self, trainer: Trainer) -> None:
-        if self._ended is None:
-            return
-        lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
-        LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
-        self._ended = None
-        self._next = time.monotonic() + self._pause
+        if self._ended:
+            lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
+            LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))
+            self._ended, self._next = "", time.monotonic() + self._pause
 
     def _speed(self) -> str:
         speed = self._meter.samples_per_second if self._meter else None
@@ -125,18 +115,18 @@ class Console(Callback):
         self._bar, self._next = None, math.inf
 
 
-def _total_steps(trainer: Trainer) -> int:
-    """Optimizer steps of the whole run."""
-    steps = int((trainer.max_epochs or 1) * trainer.num_training_batches)
-    return min(steps, trainer.max_steps) if trainer.max_steps > 0 else steps
-
-
 def _epoch(trainer: Trainer) -> str:
     return f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}"
 
 
-def _metrics(values: Mapping[str, Any]) -> str:
-    names = [name for name in values if not name.startswith("test/") and not name.endswith(("/correct", "/count"))]
+def _step(trainer: Trainer) -> str:
+    return f"{_epoch(trainer)}  step {trainer.global_step}"
+
+
+def _metrics(values: Mapping[str, Any], begin: str = "") -> str:
+    """Those whose names begin so."""
+    names = [name for name in values if name.startswith(begin) and not name.startswith("test/")]
+    names = [name for name in names if not name.endswith(("/correct", "/count"))]
     # A metric that is logged of steps and epochs stands there three times.
     names = [n for n in names if not (n.endswith(("_step", "_epoch")) and n.rpartition("_")[0] in values)]
     names.sort(key=lambda name: (not name.startswith("train"), not name.startswith("val")))

@@ -55,8 +55,10 @@ class Dashboard(Callback):
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if trainer.loggers and self._meter.due(trainer, trainer.global_step + 1):
-            norm = trainer.strategy.gradient_norm(list(pl_module.parameters()))  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        takes_part = trainer.is_global_zero or strategy.staged
+        if takes_part and trainer.loggers and self._meter.due(trainer, trainer.global_step + 1):
+            norm = strategy.gradient_norm(list(pl_module.parameters()))
             if not trainer.is_global_zero:
                 return
             self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}

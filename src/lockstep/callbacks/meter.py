@@ -106,15 +106,11 @@ class Meter(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._split.mark("all_reduce" if trainer.world_size > 1 else "other")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._split.running:
-            self._split.end()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._split.end()
         self.samples_seen += batch.samples
         if batch.num_local_samples:
-            numbers = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.ndim == 0}
-            self._returned.append((numbers, batch.num_local_samples))
+            self._returned.append((outputs, batch.num_local_samples))
         self.fresh = self.due(trainer, trainer.global_step)
         if self.fresh:
             self._measure(trainer, pl_module)
@@ -140,14 +136,12 @@ class Meter(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._collect(trainer, pl_module)
-        sums = dict(self._epoch)
-        checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": sums}
+        checkpoint["meter"] = {"samples_seen": self.samples_seen, "epoch": self._epoch_number, "sums": self._epoch}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("meter")
         if saved is not None and trainer.state.fn == "fit":
-            self.samples_seen, self._epoch_number = saved["samples_seen"], saved["epoch"]
-            self._epoch = dict(saved["sums"])
+            self.samples_seen, self._epoch_number, self._epoch = (saved[k] for k in ("samples_seen", "epoch", "sums"))
 
     # --- measuring ---
 
@@ -224,10 +218,9 @@ def _taken_apart(rows: Tensor) -> dict[str, float]:
     return {tag: value for tag, value in found.items() if value == value}  # nan where no step was taken apart
 
 
-def find(trainer: Trainer) -> Meter | None:
+def find(trainer: Any) -> Meter | None:
     """The run's Meter, if it has one."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, Meter)), None)
+    return next((callback for callback in trainer.callbacks if isinstance(callback, Meter)), None)
 
 
 @contextlib.contextmanager

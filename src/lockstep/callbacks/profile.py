@@ -42,27 +42,21 @@ class Profile(Callback):
         )
         self._profiler.start()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._profiler is None:
-            return
-        made = self._profiler.step_num
-        self._profiler.stop()
-        self._profiler = None
-        if made < self._skip + self._steps:
-            LOG.warning("profiled %d steps, not %d: too few were made", max(0, made - self._skip), self._steps)
+        if self._profiler is not None:
+            self._profiler.stop()
+            if (made := self._profiler.step_num - self._skip) < self._steps:
+                LOG.warning("profiled %d steps, not %d: too few were made", max(0, made), self._steps)
 
     def _write(self, profiler: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / "trace.json"))
+        summary, steps = self._folder / "summary.txt", self._steps
+        profiler.export_chrome_trace(str(summary.with_name("trace.json")))
         where = "device" if ProfilerActivity.CUDA in profiler.activities else "cpu"
         table = profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=self._rows)
-        (self._folder / "summary.txt").write_text(f"{self._steps} optimizer steps\n{table}\n")
-        LOG.info(
-            "profile of %d steps: %s and trace.json beside it\n%s", self._steps, self._folder / "summary.txt", table
-        )
+        summary.write_text(f"{steps} optimizer steps\n{table}\n")
+        LOG.info("profile of %d steps: %s and trace.json beside it\n%s", steps, summary, table)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
 from lockstep.launch.watchdog import beat
@@ -14,17 +14,17 @@ from lockstep.step.loop import forget_logged
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-class Heartbeat(pl.Callback):
+class Heartbeat(Callback):
     """Tells the parent at the start and at each batch of an evaluation or prediction that this worker is alive, and how
     far; the loop does so at each micro-batch of a step."""
 
-    def _beat(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+    def _beat(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         beat(trainer.global_step)
 
     on_train_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _beat
 
 
-class DummyBatchOnEmptyRank(pl.Callback):
+class DummyBatchOnEmptyRank(Callback):
     """Where an evaluation has fewer samples than ranks, one without a sample evaluates one all the same, so that it
     joins every collective that `self.log` and metrics start at the evaluation's end, and then forgets it: metrics and
     logged means of the batch are reset."""
@@ -32,11 +32,11 @@ class DummyBatchOnEmptyRank(pl.Callback):
     def __init__(self) -> None:
         self._updates: list[tuple[Metric, int]] = []
 
-    def _take_down(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+    def _take_down(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
 
-    def _forget(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):  # type: ignore[attr-defined]
+    def _forget(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):
             return
         for metric, before in self._updates:
             if metric.update_count != before:  # others are those of the epoch that is under way
@@ -51,12 +51,12 @@ class Diverged(Exception):
     """A rank's weights are not those of rank zero."""
 
 
-class ReplicaConsistencyCheck(pl.Callback):
+class ReplicaConsistencyCheck(Callback):
     """At the start and before each checkpoint, compares a checksum of the parameters' bits over all ranks, with one
     all-gather of a number."""
 
-    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.datamodule.layout.replicas == 1:  # type: ignore[attr-defined]
+    def _compare(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if trainer.datamodule.layout.replicas == 1:
             return
         sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
         others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]

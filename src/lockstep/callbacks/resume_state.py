@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
 GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by ReduceLROnPlateau
 
 
-class ResumeState(pl.Callback):
+class ResumeState(Callback):
     """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
 
     Where the optimizer's or the schedule's settings are others than the checkpoint's, they win: the optimizer takes
@@ -28,49 +28,40 @@ class ResumeState(pl.Callback):
         self._loaded: dict[str, Any] = {}  # the checkpoint, which Lightning goes on from after `on_fit_start`
         self.length = {key: config.get(key) for key in LENGTH}
         self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
-        self._changed: dict[str, bool] = {}  # since then, in the run that goes on
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
-        checkpoint["continuation"] = {
-            "stopped": trainer.should_stop,
-            "length": self.length,
-            "trained": changed,
-            "settings": self.settings,
-        }
+        kept = {"length": self.length, "trained": changed, "settings": self.settings}
+        checkpoint["continuation"] = {"stopped": trainer.should_stop, **kept}
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("continuation")
-        if saved is None or trainer.state.fn != "fit":
-            return
-        trainer.should_stop = saved["stopped"] and saved["length"] == self.length
-        self._changed = saved["trained"]
-        self._loaded = checkpoint
+        if saved is not None and trainer.state.fn == "fit":
+            trainer.should_stop = saved["stopped"] and saved["length"] == self.length
+            self._loaded = checkpoint
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for name, trained in self._changed.items():  # the optimizer was made before, as it was then
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        saved = self._loaded.get("continuation", {"trained": {}, "settings": self.settings})
+        for name, trained in saved["trained"].items():  # the optimizer was made before, as it was then
             pl_module.get_parameter(name).requires_grad_(trained)
-        if self._loaded and self._loaded["continuation"]["settings"] != self.settings:
-            self._follow_settings(trainer)
+        if saved["settings"] != self.settings:
+            self._follow_settings(trainer, saved["settings"])
         self._loaded = {}
 
-    def _follow_settings(self, trainer: pl.Trainer) -> None:
-        before, configs = self._loaded["continuation"]["settings"], trainer.lr_scheduler_configs
-        states = []
+    def _follow_settings(self, trainer: Any, before: dict[str, Any]) -> None:
+        configs, states = trainer.lr_scheduler_configs, []
         for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
             new = config.scheduler.state_dict()
             if config.reduce_on_plateau:
                 new |= {name: state[name] for name in GATHERED if name in state}
             else:
                 counted = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
-                new = _after(config.scheduler, counted // config.frequency)
+                for _ in range(counted // config.frequency):
+                    config.scheduler.step()  # and the optimizer's learning rates with it
+                new = config.scheduler.state_dict()
             states.append(new)
         self._loaded["lr_schedulers"] = states
         same_lr = _lr(before) == _lr(self.settings)
@@ -80,18 +71,10 @@ class ResumeState(pl.Callback):
                 old |= {name: value for name, value in fresh.items() if name not in kept}
 
 
-def _after(schedule: Any, steps: int) -> dict[str, Any]:
-    """A schedule's state after so many steps, and its optimizer's learning rates with it."""
-    for _ in range(steps):
-        schedule.step()
-    state: dict[str, Any] = schedule.state_dict()
-    return state
-
-
 def _lr(settings: dict[str, Any]) -> Any:
     of = settings.get("optimizer", settings)
     return of.get("lr"), of.get("lr_scale")
 
 
-def _trained(module: pl.LightningModule) -> dict[str, bool]:
+def _trained(module: LightningModule) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}

@@ -54,20 +54,20 @@ class StepSplit:
 
     def mark_backward(self) -> None:
         """A backward pass has ended. What came after its last gradient was communication."""
-        if self.running and self._last_gradient is not None:
+        if self._last_gradient is None:
+            self.mark("compute")
+        else:
             self._marks.append(("compute", self._last_gradient))
             self._last_gradient = None
             self.mark("all_reduce")
-        else:
-            self.mark("compute")
 
     def end(self) -> None:
         """The step is over; nothing of ours stays in the module."""
         self.mark("other")
-        self.running, self.taken = False, True
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.taken |= self.running
+        self.running = False
+        while self._handles:
+            self._handles.pop().remove()
 
     def seconds(self) -> list[float]:
         """In the order of PARTS; nan where no step was taken apart since. On a GPU it waits for the device."""

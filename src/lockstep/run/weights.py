@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal, listed
-from lockstep.callbacks.checkpoint_io import CheckpointError, fault, of_rank_zero, plain
+from lockstep.callbacks.checkpoint_io import CheckpointError, fault, file_of_rank_zero, plain
 from lockstep.launch import group
 from lockstep.launch.watchdog import patient
 
@@ -37,7 +37,7 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
         path = group.of_rank_zero(path)
     try:
         if together:
-            source = of_rank_zero(path, _fault)
+            source = file_of_rank_zero(path, _fault)
         elif wrong := _fault(path):
             raise CheckpointError(f"{path}: {wrong}")
         else:

@@ -60,22 +60,15 @@ class StepBatch:
         return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
 
     def to(self, device: torch.device) -> StepBatch:
-        """One whose tensors lie on `device`; on a GPU by way of page-locked memory, so that nobody waits."""
-
-        def move(tensor: Tensor) -> Tensor:
-            if device.type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
-        return self._moved(move)
+        """One whose tensors lie on `device`."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> StepBatch:
         """One whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> StepBatch:
-        micro_batches = []
-        for each in self.micro_batches:
-            draws = None if each.draws is None else move(each.draws)
-            micro_batches.append(replace(each, batch=apply_to_collection(each.batch, Tensor, move), draws=draws))
+        found = apply_to_collection([(each.batch, each.draws) for each in self.micro_batches], Tensor, move)
+        pairs = zip(self.micro_batches, found, strict=True)
+        micro_batches = [replace(each, batch=batch, draws=draws) for each, (batch, draws) in pairs]
         return replace(self, micro_batches=micro_batches)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact import ExactSum, alone
 from lockstep.step.gradients import all_reduce
@@ -40,12 +41,7 @@ class BatchNormStats:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        strategy: Any,
-        world_size: int,
-        exact: bool = False,
-        exponents: Sequence[int | None] = (),
+        self, module: nn.Module, strategy: Any, world_size: int, exact: bool, exponents: Sequence[int | None]
     ) -> None:
         layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
@@ -55,17 +51,16 @@ class BatchNormStats:
         self.strategy = strategy
         self.world_size = world_size
         self.active = False
-        self.start: list[Tensor] = []
+        self.start: list[Tensor] = []  # the buffers where the step begins, and the counters
         self.start_counts: list[Tensor] = []
         self.total: list[Tensor] = []
-        self.counts: list[Tensor] = []
+        self.counts: list[Tensor] = []  # after the step
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
         self.exact: ExactSum | None = None
         if exact:
             owners = [layer for layer in self.layers for _ in kinds]
             self.exact = ExactSum(self.buffers, 0, runs(module, owners), [strategy.holds(layer) for layer in owners])
-        if self.exact is not None and exponents:
-            self.exact.exponents = list(exponents)
+            self.exact.exponents = list(exponents) or self.exact.exponents
 
     def begin(self, step_batch: Any) -> None:
         """Remembers where the step starts. One piece on one process needs none of this."""
@@ -104,10 +99,8 @@ class BatchNormStats:
             self.total = self.exact.total(all_reduce if self.world_size > 1 else alone, step_batch.num_nonempty)
         else:
             if self.world_size > 1:
-                flat = torch.cat([total.flatten() for total in self.total])
-                dist.all_reduce(flat)
-                parts = flat.split([total.numel() for total in self.total])
-                self.total = [part.view(total.shape) for part, total in zip(parts, self.total, strict=True)]
+                dist.all_reduce(flat := parameters_to_vector(self.total))
+                vector_to_parameters(flat, self.total)
             torch._foreach_div_(self.total, step_batch.num_nonempty)
         for at, layer in enumerate(self.layers):
             if not layer.training:  # frozen by `eval()`: the mean of equal numbers would round

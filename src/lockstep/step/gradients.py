@@ -2,13 +2,18 @@
 
 The result is the gradient of the mean loss over the step's samples, also when its tail is short or pieces differ in
 size: each micro-batch's mean loss is weighted by its samples over the step's samples.
+
+With `late` it is applied so many steps later, and its sum over processes runs meanwhile. That is the staleness of
+asynchronous SGD (Dean et al., Large scale distributed deep networks, 2012), but a fixed one: which gradient meets which
+weights follows from the step alone, so a run is repeatable, and the same on every layout.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
-from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.step.stages import runs
 
 Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
+Step = tuple[Any, list[Tensor]]  # its batch, and the losses of its micro-batches on this process
 
 
 @dataclass(eq=False)
@@ -30,20 +35,30 @@ class StartedSum:
 
     parameters: list[torch.nn.Parameter]
     wait: Callable[[], Result]
+    step: Step = (None, [])  # of which it is, without the data
 
     @cached_property
     def result(self) -> Result:
         return self.wait()
+
+    def give(self) -> Step:
+        """Gives the parameters their gradients."""
+        for parameter, gradient in zip(self.parameters, self.result[0], strict=True):
+            parameter.grad = gradient
+        return self.step
 
 
 class GradientSum:
     """Sums in whatever order the layout computes: autograd accumulates, DDP averages in the step's last backward pass.
 
     Args:
-        strategy: the trainer's strategy; `strategy.no_sync()` keeps DDP from averaging.
+        strategy: the trainer's strategy; only inside `strategy.sync(...)` does DDP sum.
         world_size: worker processes over all nodes.
-        late: steps between `start`, after a step's passes, and `give`; 0: `finish` does both.
+        late: steps between the passes of a gradient and its use.
         own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
+
+    Attributes:
+        line: the sums that are started and not used yet, the oldest first.
     """
 
     def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
@@ -52,6 +67,7 @@ class GradientSum:
         self.late = late
         self.own = own
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
+        self.line: deque[StartedSum] = deque()
 
     def begin(self, step_batch: Any) -> None:
         """Before the first micro-batch. DDP waits for every process, so each must have a sample; and where what is
@@ -68,28 +84,38 @@ class GradientSum:
     def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and backward pass: only the last one may send gradients. On one
         process none: its reducer, too, would wait for all parameters."""
-        if self.ddp_sums and number == len(step_batch.micro_batches) - 1:
-            self.strategy.remember(number)
-            return nullcontext()
-        return self.strategy.no_sync()
+        last = number == len(step_batch.micro_batches) - 1
+        return self.strategy.sync(first=number == 0) if self.ddp_sums and last else nullcontext()
 
     def collect(self) -> None:
         """After a micro-batch's backward pass."""
 
-    def finish(self, step_batch: Any) -> None:
-        """After the last micro-batch: where DDP had no part in it, all processes sum. What no gradient has reached on
-        any of them keeps none, as on one device: an optimizer leaves it alone, and would decay a weight whose gradient
-        is 0."""
-        if self.world_size == 1 or self.own:
-            return
-        if self.ddp_sums:
-            if names := self.strategy.unreached():
-                raise Refusal(
-                    f"strategy=ddp: no gradient has reached {listed(names)} in a step's last piece, and DDP waits for "
-                    "it: use it in every training_step, or freeze it by requires_grad_(False)"
-                )
-            return
-        self.give(self.start(step_batch))
+    def wait(self) -> None:
+        """After the last micro-batch: waits for the gradient that is due, so that other sums have the link."""
+        if self.line and len(self.line) == self.late:
+            _ = self.line[0].result
+
+    def finish(self, step_batch: Any, losses: list[Tensor]) -> Step | None:
+        """Then: where DDP had no part in it, all processes sum. What no gradient has reached on any of them keeps none,
+        as on one device: an optimizer leaves it alone, and would decay a weight whose gradient is 0.
+
+        Returns:
+            The step of which the parameters have the gradient now; None: none is due.
+        """
+        if self.ddp_sums or (not self.late and (self.world_size == 1 or self.own)):
+            return step_batch, losses
+        return self._finish(step_batch, losses)
+
+    def _finish(self, step_batch: Any, losses: list[Tensor]) -> Step | None:
+        started = self.start(step_batch)
+        kept = [replace(each, batch=None, draws=None) for each in step_batch.micro_batches]
+        started.step = replace(step_batch, micro_batches=kept), losses
+        self.line.append(started)
+        return self.give() if len(self.line) > self.late else None
+
+    def give(self) -> Step:
+        """Gives the parameters the oldest gradient that is under way."""
+        return self.line.popleft().give()
 
     def start(self, step_batch: Any) -> StartedSum:
         """Takes what the passes have left in the parameters, and starts its sum over all processes, which all call."""
@@ -115,11 +141,6 @@ class GradientSum:
 
         return StartedSum(parameters, wait)
 
-    def give(self, started: StartedSum) -> None:
-        """Gives the parameters their gradients."""
-        for parameter, gradient in zip(started.parameters, started.result[0], strict=True):
-            parameter.grad = gradient
-
 
 class ExactGradientSum(GradientSum):
     """Sums without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact`).
@@ -132,7 +153,7 @@ class ExactGradientSum(GradientSum):
     def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
         super().__init__(strategy, world_size, late, own)
         self.sums: list[ExactSum] = []  # one for each step that may be under way
-        self.sum: ExactSum | None = None
+        self.sum: Any = None  # the present step's
         self.everything: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
         self.exponents: list[int | None] = []  # the grids, which follow from the steps before: checkpoints hold them
@@ -150,53 +171,44 @@ class ExactGradientSum(GradientSum):
             for each in self.sums:
                 each.exponents = self.exponents
         self.sum = self.sums[step_batch.step % len(self.sums)]
-        held = {id(p) for group in self.strategy.optimizers[0].param_groups for p in group["params"]}
-        for parameter in self.parameters:
-            if id(parameter) not in held:  # what no optimizer steps it does not reset either
-                parameter.grad = None
         self.sum.begin()
+        self._forget()
+
+    def _forget(self) -> None:
+        for parameter in self.parameters:  # also what no optimizer steps, nor resets
+            parameter.grad = None
 
     def weight(self, micro_batch: Any, step_batch: Any) -> float:
         return float(sum(micro_batch.sizes))
 
-    def micro_batch(self, number: int, step_batch: Any) -> AbstractContextManager[Any]:
-        return self.strategy.no_sync()
-
     def collect(self) -> None:
-        assert self.sum is not None
         for gradients in self.strategy.piece_gradients(self.parameters):
             self.sum.add([p.grad if g is None else g for p, g in zip(self.parameters, gradients, strict=True)])
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._forget()
 
-    def finish(self, step_batch: Any) -> None:
-        self.give(self.start(step_batch))
+    def finish(self, step_batch: Any, losses: list[Tensor]) -> Step | None:
+        return self._finish(step_batch, losses)
 
     def start(self, step_batch: Any) -> StartedSum:
-        assert self.sum is not None
-        total, works = self.sum, []
-
-        def send(tensor: Tensor, op: str) -> None:
-            if self.world_size > 1:
-                works.append(dist.all_reduce(tensor, async_op=True))
+        total, units = self.sum, self.sum.send()
+        work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:
-            for work in works:
+            if work is not None:
                 work.wait()
             sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
             return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
 
-        total.send(send)
         started = StartedSum(self.parameters, wait)
         if self.late and None in total.grids:  # of a run's first step; those until it is given need a grid too
             total.follow(started.result[1])
         return started
 
-    def give(self, started: StartedSum) -> None:
-        super().give(started)
-        bounds = started.result[1]
+    def give(self) -> Step:
+        bounds = self.line[0].result[1]
         if self.sum is not None and len(bounds) == len(self.sum.own):  # else others are trained by now
             self.sum.follow(bounds)
+        return super().give()
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

@@ -32,11 +32,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
-from lockstep.step.late import LateGradients
 from lockstep.step.passes import Outputs, StepPasses, overrides
-
-# Lightning asks everybody, 20 us a hook; these are called only where somebody implements them.
-HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad")
 
 
 class StepTrainer(pl.Trainer):
@@ -82,9 +78,19 @@ class _StepLogs(_LoggerConnector):
 
 
 class _StepFitLoop(_FitLoop):
+    epoch_loop: StepLoop
+
     def _iteration_based_training(self) -> bool:
         """With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice."""
         return False
+
+    def run(self) -> None:
+        super().run()
+        self.epoch_loop.apply_late()  # where a run goes on that had been stopped, and was killed before this
+
+    def on_run_end(self) -> None:
+        self.epoch_loop.apply_late()  # of a run that is stopped early
+        super().on_run_end()
 
 
 class StepLoop(_TrainingEpochLoop):
@@ -95,7 +101,7 @@ class StepLoop(_TrainingEpochLoop):
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._heard: set[str] = set()  # those of HOOKS that somebody implements
+        self._hears_zero_grad = True  # whether somebody has that hook: to ask everybody takes 20 us
         self._takes_number = True  # whether `training_step` takes the batch's number
         self._followed: dict[str, int] = {}  # by interval, the step after which what follows a metric was moved last
 
@@ -119,7 +125,7 @@ class StepLoop(_TrainingEpochLoop):
         self._followed = dict.fromkeys(("step", "epoch"), self.global_step)
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-        self._heard = {name for name in HOOKS if any(overrides(owner, name, base) for owner, base in owners)}
+        self._hears_zero_grad = any(overrides(owner, "on_before_zero_grad", base) for owner, base in owners)
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
         if self.trainer.fit_loop.restarted_mid_epoch:  # Lightning leaves it out; callbacks may not expect it twice
             call._call_lightning_module_hook(self.trainer, "on_train_epoch_start")
@@ -133,8 +139,7 @@ class StepLoop(_TrainingEpochLoop):
         if self._goes_on_after_validation(data_fetcher):
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
-        step_batch, _, _ = next(data_fetcher)
-        number = self.batch_idx + 1
+        step_batch, number = next(data_fetcher)[0], self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
         step_batch = trainer.datamodule.transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
@@ -146,8 +151,8 @@ class StepLoop(_TrainingEpochLoop):
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
                 outputs = self._step(step_batch, number)
-        if self.passes.late is not None and is_last_step(trainer):
-            self._apply_late(self.passes.late, number)
+        if is_last_step(trainer):
+            self.apply_late()
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -162,8 +167,7 @@ class StepLoop(_TrainingEpochLoop):
         connector.update_train_step_metrics()
 
     def _goes_on_after_validation(self, data_fetcher: Any) -> bool:
-        """Whether the run goes on from a checkpoint of a validation, so that `on_advance_end` comes next; as Lightning
-        finds it."""
+        """As Lightning finds it: whether the run goes on from a checkpoint of a validation, so that no step comes."""
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
@@ -191,7 +195,8 @@ class StepLoop(_TrainingEpochLoop):
 
         def zero_grad() -> None:
             counted.zero_grad.increment_ready()
-            self._hook("on_before_zero_grad", optimizer.optimizer)
+            if self._hears_zero_grad:
+                self._hook("on_before_zero_grad", optimizer.optimizer)
             counted.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
             counted.zero_grad.increment_completed()
@@ -204,29 +209,27 @@ class StepLoop(_TrainingEpochLoop):
             return outputs["loss"]
 
         counted.step.increment_ready()
-        step = (trainer.current_epoch, number, optimizer, closure)
-        call._call_lightning_module_hook(trainer, "optimizer_step", *step)
+        call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
         counted.step.increment_completed()
         if not outputs:
             raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
         return outputs
 
-    def _apply_late(self, late: LateGradients, number: int) -> None:
-        """Applies the gradients that are under way at the run's end, the oldest first. They count as no steps."""
+    def apply_late(self) -> None:
+        """At the run's end, applies the gradients that are under way, the oldest first. They count as no steps."""
+        module = self.trainer.lightning_module
 
         def closure() -> Tensor:
-            late.give(late.line.popleft())
+            self.passes.apply_late()
             return torch.zeros(())
 
-        step = (self.trainer.current_epoch, number, self.trainer.lightning_module.optimizers(), closure)
-        while late.line:
+        while self.passes.gradients.line:
+            step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
             call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
         self.passes.finite.settle()
 
     def _hook(self, name: str, *args: Any) -> Any:
         """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""
-        if name not in self._heard:
-            return None
         call._call_callback_hooks(self.trainer, name, *args)
         return call._call_lightning_module_hook(self.trainer, name, *args)
 
@@ -253,15 +256,10 @@ class StepLoop(_TrainingEpochLoop):
         if self._num_ready_batches_reached() and not self.trainer.fit_loop.restarting:
             self.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
-    def _should_accumulate(self) -> bool:
-        """Never over batches: every one is a whole step."""
-        return False
-
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """A run's last step has it too, wherever in an epoch it falls: what a run ends with is judged."""
-        return super()._should_check_val_fx(data_fetcher) or (
-            is_last_step(self.trainer) and self._should_check_val_epoch()
-        )
+        ends = is_last_step(self.trainer) and self._should_check_val_epoch()
+        return super()._should_check_val_fx(data_fetcher) or ends
 
 
 def forget_logged(trainer: pl.Trainer) -> None:
@@ -281,9 +279,9 @@ def is_last_step(trainer: pl.Trainer) -> bool:
 def validates(trainer: pl.Trainer) -> bool:
     """Whether validation, or an epoch's end, follows the step just taken. A checkpoint waits for it: a run resumed from
     one that did not would leave it out, and the best checkpoint and the epoch's means with it."""
-    if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+    if trainer.is_last_batch:
         return True
     if not (trainer.enable_validation and any(trainer.num_val_batches)):
         return False
-    inside = trainer.check_val_every_n_epoch is None
-    return is_last_step(trainer) or (inside and trainer.global_step % int(trainer.val_check_batch or 1) == 0)
+    inside = trainer.check_val_every_n_epoch is None and trainer.global_step % int(trainer.val_check_batch or 1) == 0
+    return inside or is_last_step(trainer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -61,10 +62,10 @@ def networks(module: nn.Module) -> Iterator[nn.Module]:
 class EagerEvaluation(pl.Callback):
     """Runs compiled networks as they are while they are evaluated."""
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
         torch.compiler.set_stance("force_eager")
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
         torch.compiler.set_stance("default")
 
     on_test_start = on_validation_start

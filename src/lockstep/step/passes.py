@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
@@ -18,8 +18,7 @@ from lockstep.launch.watchdog import beat
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum
-from lockstep.step.late import LateGradients
+from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
@@ -40,8 +39,6 @@ class StepPasses:
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
-        self.late = LateGradients(gradients, finite) if gradients.late else None
-        self._statistics: BatchNormStats | None = None
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,15 +48,12 @@ class StepPasses:
             NonFinite: the last step's gradient was not finite, or one under way.
         """
         self.finite.settle()
-        late = {"late": self.late.state_dict()} if self.late is not None else {}
-        if not isinstance(self.gradients, ExactGradientSum):
+        late = {"late": [self._saved(started) for started in self.gradients.line]} if self.gradients.late else {}
+        exact = self.statistics.exact
+        if exact is None or not isinstance(self.gradients, ExactGradientSum):
             return late
-        exact = self._statistics.exact if self._statistics is not None else None
-        grids = {
-            "gradients": self._whole(self.gradients.exponents, self.gradients.sum),
-            "statistics": self._whole(exact.exponents if exact is not None else [], exact),
-        }
-        return grids | late
+        grids = self._whole(self.gradients.exponents, self.gradients.sum), self._whole(exact.exponents, exact)
+        return {"gradients": grids[0], "statistics": grids[1]} | late
 
     def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
         """The grids of all groups: each process knows those of the groups that it sums."""
@@ -67,20 +61,37 @@ class StepPasses:
         found = self.gradients.strategy.gathered({at: exponents[at] for at in own})
         return [found.get(at, exponent) for at, exponent in enumerate(exponents)]
 
+    def _saved(self, started: StartedSum) -> dict[str, Any]:
+        """A gradient that is under way, summed; every process calls it."""
+        gradients, bounds = started.result
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+            self._look(*started.give())
+            self.finite.settle()
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
+        return {"step": started.step[0].step, "gradients": named, "bounds": bounds}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint held; no grids, where the run before was not exact."""
-        if self.late is not None:
-            self.late.load_state_dict(state.get("late", []))
+        """Takes what a checkpoint of any layout held; no grids, where the run before was not exact."""
+        parameters = dict(self._module.named_parameters())
+        self.gradients.line.clear()
+        for saved in state.get("late", []):
+            given = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
+            started = StartedSum(list(given), lambda: ([], []), (StepBatch([], 0, 0, 0, saved["step"], True), []))
+            started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in given.items()], saved["bounds"]
+            self.gradients.line.append(started)
         if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
             self.gradients.exponents = state["gradients"]
             self._restored = list(state["statistics"])
 
+    @cached_property
+    def statistics(self) -> BatchNormStats:
+        """Made when the module is where it will stay."""
+        strategy, exact = self.gradients.strategy, isinstance(self.gradients, ExactGradientSum)
+        return BatchNormStats(strategy.lightning_module, strategy, self.gradients.world_size, exact, self._restored)
+
     def __call__(
-        self,
-        trainer: Any,
-        step_batch: StepBatch,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], Any],
+        self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
     ) -> Outputs:
         """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
         With late gradients they get the one that is due instead, or none.
@@ -93,19 +104,17 @@ class StepPasses:
             `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
             samples, on its device. Of a process without a sample, a loss of 0.
         """
-        module = trainer.lightning_module
+        module, strategy, statistics = self._module, trainer.strategy, self.statistics
         before = [buffer.clone() for buffer in module.buffers()] if self.finite.policy == "skip" else []
-        statistics = self._statistics_of(module)
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
-        strategy = trainer.strategy
         waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
 
         def follow() -> None:
             """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
             micro_batch, seeds, batch, loss = waiting.popleft()
-            with strategy.micro_batch(micro_batch, seeds), strategy.again(), torch.no_grad():
+            with strategy.micro_batch(micro_batch, seeds), torch.no_grad():
                 found.append(_numbers(forward(batch))[1])
             backward(loss)
             self.gradients.collect()
@@ -121,21 +130,21 @@ class StepPasses:
                     if self.graphs:
                         torch.compiler.cudagraph_mark_step_begin()
                     loss, outputs = _numbers(forward(batch))
-                    if strategy.ahead:
-                        waiting.append((micro_batch, seeds, batch, loss))
-                    else:
+                    if not strategy.ahead:
                         backward(loss if weight == 1 else loss * weight)
                 statistics.after()
                 if strategy.ahead:
+                    waiting.append((micro_batch, seeds, batch, loss))
                     if len(waiting) > strategy.ahead:
                         follow()
                     continue
                 self.gradients.collect()
-                if self.graphs:
-                    outputs = {name: value.clone() for name, value in outputs.items()}
-                    if number == 0 and len(step_batch.micro_batches) > 1:
-                        _own_gradients(module)
-                found.append(outputs)
+                found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
+                if (
+                    self.graphs and number == 0 and len(step_batch.micro_batches) > 1
+                ):  # `grad` is the graph's own memory
+                    for parameter in module.parameters():
+                        parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             while waiting:
                 follow()
         except RuntimeError as error:
@@ -143,28 +152,33 @@ class StepPasses:
                 raise Refusal(advised) from error
             raise
         losses = [outputs["loss"] for outputs in found]
-        if self.late is not None:
-            self.late.step(step_batch, losses, statistics)
-        else:
-            self.gradients.finish(step_batch)
-            statistics.finish(step_batch)
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            if self.finite.look(module, trainer.optimizers[0], step_batch, losses, scaler):
-                for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
-                    buffer.resize_(value.shape).copy_(value)
+        self.gradients.wait()
+        statistics.finish(step_batch)
+        due = self.gradients.finish(step_batch, losses)
+        if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
+            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
+                buffer.resize_(value.shape).copy_(value)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
 
-    def _statistics_of(self, module: nn.Module) -> BatchNormStats:
-        """Made at the first step: the module is where it will stay."""
-        if self._statistics is None:
-            strategy, world_size = self.gradients.strategy, self.gradients.world_size
-            exact = isinstance(self.gradients, ExactGradientSum)
-            self._statistics = BatchNormStats(module, strategy, world_size, exact, self._restored)
-        return self._statistics
+    def apply_late(self) -> None:
+        """Gives the parameters the oldest gradient that is under way.
+
+        Raises:
+            NonFinite: it is not finite.
+        """
+        self._look(*self.gradients.give())
+
+    def _look(self, step_batch: StepBatch, losses: list[Tensor], scaler: torch.amp.GradScaler | None = None) -> bool:
+        """Whether a step is skipped, of which the parameters have the gradient."""
+        return self.finite.look(self._module, self.gradients.strategy.optimizers[0], step_batch, losses, scaler)
+
+    @property
+    def _module(self) -> Any:
+        return self.gradients.strategy.lightning_module
 
     def _batch(self, trainer: Any, micro_batch: MicroBatch, step: int) -> Any:
         """What `training_step` gets, after the module's own `on_after_batch_transfer`, which mixes images, say."""
@@ -191,10 +205,8 @@ def _numbers(output: Any) -> tuple[Tensor, Outputs]:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
-        raise Refusal(
-            f"training_step returned {said}: a piece of a step can't be left out; return its loss, or a dict with it "
-            "under 'loss'"
-        )
+        why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
+        raise Refusal(f"training_step returned {said}: {why}")
     found = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -214,10 +226,3 @@ def _means(found: list[Outputs], sizes: list[int]) -> Outputs:
         for name in found[0]
         if all(name in each for each in found)
     }
-
-
-def _own_gradients(module: nn.Module) -> None:
-    """Gradients that later micro-batches may add to: a graph's backward pass hands out its own memory as `grad`."""
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
@@ -19,8 +19,9 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     found = list(networks(module))
     only = found if len(found) == 1 else []
     for owner in (module, *only):
-        if callable(getattr(type(owner), "stages", None)):
-            return list(owner.stages())  # type: ignore[operator]
+        stages: Any = getattr(type(owner), "stages", None)
+        if callable(stages):
+            return list(stages(owner))
     return list(only[0]) if only and isinstance(only[0], nn.Sequential) else []
 
 
@@ -34,10 +35,8 @@ def runs(module: nn.Module, things: Iterable[Any]) -> list[int]:
     Exact sums share no grid over such a border, and so are the same wherever a pipeline is cut."""
     part_of = {id(thing): at for at, part in enumerate(parts_of(module)) for thing in contents(part)}
     parts = [part_of.get(id(thing)) for thing in things]
-    found = [0]
-    for before, now in pairwise(parts):
-        found.append(found[-1] + (before != now))
-    return found[: len(parts)]
+    borders = (before != now for before, now in pairwise(parts))
+    return list(accumulate(borders, initial=0))[: len(parts)]
 
 
 def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:

@@ -20,13 +20,11 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
 
         return Pipeline(options["split"] or ())
     kind = "cuda" if layout.accelerator == "gpu" else "cpu"
+    devices = [torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in range(layout.devices)]
     if layout.strategy == "dp":
         from lockstep.step.strategies.dp import DataParallel
 
-        devices = [
-            torch.device(kind, index) if kind == "cuda" else torch.device(kind) for index in range(layout.devices)
-        ]
         return DataParallel(devices, exact=layout.exact)
     from lockstep.step.strategies.single import SingleDevice
 
-    return SingleDevice(device=torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
+    return SingleDevice(device=devices[0])

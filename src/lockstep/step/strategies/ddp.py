@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn import Module, Parameter
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.step.batch import MicroBatch
 from lockstep.step.strategies.single import PieceStrategy
 
@@ -59,11 +59,10 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._apart = False  # whether processes may hold different weights
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
-        self._without_ddp = False
+        self._syncs = False  # whether DDP's reducer sums in the pass under way
         self._inside = False  # of a micro-batch's passes, which are not collective
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
-        self._left: list[tuple[int, int] | None] = []
 
     def configure_ddp(self) -> None:
         """Wraps the module. Lightning registers communication hooks on CUDA only; gloo takes them too."""
@@ -95,18 +94,24 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         """Whether other parameters are trained than when DDP was made: frozen or unfrozen since."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
-    def remember(self, micro_batches: int) -> None:
-        """Takes down, before DDP's micro-batch, which gradients the `micro_batches` before it have left."""
-        self._left = [_state(p.grad) for p in self._parameters] if micro_batches else [None] * len(self._parameters)
+    @contextmanager
+    def sync(self, first: bool) -> Iterator[None]:
+        """The backward pass inside sums over all processes; it is a step's `first`, or adds to what others have left.
 
-    def unreached(self) -> list[str]:
-        """Names of the trained parameters whose gradient DDP's backward pass left as it was: none, or of earlier ones.
-        One that it reached has been added to, and lies in a bucket."""
-        pairs = zip(self._parameters, self._left, strict=True)
-        missing = {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}
-        if not missing:
-            return []
-        return [name for name, p in self._module.named_parameters() if id(p) in missing]
+        Raises:
+            Refusal: it has left a gradient as it was. One that it reached has been added to, and lies in a bucket.
+        """
+        before = [None if first else _state(p.grad) for p in self._parameters]
+        self._syncs = True
+        try:
+            yield
+        finally:
+            self._syncs = False
+        pairs = zip(self._parameters, before, strict=True)
+        if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
+            names = listed(name for name, p in self._module.named_parameters() if id(p) in missing)
+            why = "and DDP waits for it: use it in every training_step, or freeze it by requires_grad_(False)"
+            raise Refusal(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -117,21 +122,12 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         finally:
             self._inside = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Passes inside keep their gradients to this process. The plain module computes them: DDP's forward pass has
-        nothing to add, and its second one talks to all ranks (it rebuilds buckets), of which one may have no sample."""
-        self._without_ddp = True
-        try:
-            yield
-        finally:
-            self._without_ddp = False
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._without_ddp:
-            return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
-            return self._module.training_step(*args, **kwargs)
+        """The plain module computes what DDP does not sum: DDP's forward pass has nothing to add, and its second one
+        talks to all ranks (it rebuilds buckets), of which one may have no sample."""
+        if self._syncs:
+            return DDPStrategy.training_step(self, *args, **kwargs)
+        return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
@@ -143,15 +139,13 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def _average(self) -> None:
         """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is. When,
         follows from the step; Lightning's `model_averaging_period` would count anew in a run that goes on."""
-        if not self._apart:
-            return
-        trained: list[Tensor] = [parameter for parameter in self._parameters if parameter.requires_grad]
-        copies: list[Any] = [parameter.detach().clone() for parameter in trained]
-        everybody: Any = dist.group.WORLD
-        average_parameters(iter(copies), everybody)
-        with torch.no_grad():
+        if self._apart:
+            self._apart = False
+            trained: list[Tensor] = [parameter.detach() for parameter in self._parameters if parameter.requires_grad]
+            copies: list[Any] = [parameter.clone() for parameter in trained]
+            everybody: Any = dist.group.WORLD
+            average_parameters(iter(copies), everybody)
             torch._foreach_copy_(trained, copies)
-        self._apart = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._average()
@@ -174,22 +168,12 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
 
     def _refuse_inside(self, what: str) -> None:
         if self._inside:
-            raise Refusal(
-                f"strategy=ddp: training_step can't {what}: other ranks may have fewer pieces, and a step would be "
-                "another one on each layout; return a number beside the loss, and its mean over all samples is measured"
-            )
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._module.validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._module.test_step(*args, **kwargs)
+            why = "other ranks may have fewer pieces, and a step would be another one on each layout"
+            instead = "return a number beside the loss, and its mean over all samples is measured"
+            raise Refusal(f"strategy=ddp: training_step can't {what}: {why}; {instead}")
 
     @property
     def _module(self) -> Any:
-        """The user's module, without DDP around it."""
         return self.lightning_module
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         super().__init__(device=devices[0])
         self.devices = devices
         self.exact = exact
-        self._micro_batch: tuple[MicroBatch, list[int]] | None = None  # the one under way, and its pieces' seeds
+        self._micro_batch: Any = None  # the one under way, and its pieces' seeds
         self._scattered = False  # whether its forward pass has been made
         self._leaves: list[dict[str, Tensor]] = []  # under exact, the parameters that each of its pieces used
         self._buffers: list[dict[str, Tensor]] = []  # what each of its pieces left in the buffers
@@ -60,16 +61,15 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         if not self._scattered:
             raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return twin(self.lightning_module).training_step(*args, **kwargs)
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        return getattr(twin(module) if name == "training_step" else module, name)(*args, **kwargs)
 
     def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
-        changed, start = [], 0
-        for seed, size in zip(seeds, micro_batch.sizes, strict=True):
+        changed = []
+        for seed, piece in zip(seeds, _slices(batch, micro_batch), strict=True):
             seed_device(seed, self.root_device)
-            changed.append(change(_slice(batch, start, size, sum(micro_batch.sizes), self.root_device)))
-            start += size
+            changed.append(change(piece))
         return _gather(changed, self.root_device)
 
     def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
@@ -80,17 +80,14 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         module: Any = self.lightning_module
         past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
         if past:
-            raise Refusal(
-                f"strategy=dp exact=true: training_step uses {listed(past)} outside of forward(), where gradients of "
-                "single pieces can't be told apart: use it inside, or strategy=ddp"
-            )
+            why = "where gradients of single pieces can't be told apart: use it inside, or strategy=ddp"
+            raise Refusal(f"strategy=dp exact=true: training_step uses {listed(past)} outside of forward(), {why}")
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         found = [[leaves[name].grad for name in names] for leaves in self._leaves]
-        return [[None if g is None else g.to(self.root_device) for g in gradients] for gradients in found]
+        return tree_map_only(Tensor, lambda gradient: gradient.to(self.root_device), found)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         """The module's `forward` of the micro-batch under way, each piece on its device; gathered on the first one."""
-        assert self._micro_batch is not None
         micro_batch, seeds = self._micro_batch
         if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
             raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
@@ -99,46 +96,44 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         averaged = {f"{name}.{own}" for name, layer in statistics(module).items() for own in layer._buffers}
         outputs: list[Any] = []
-        start = 0
-        for number, size, seed in zip(micro_batch.devices, micro_batch.sizes, seeds, strict=True):
+        pieces = _slices((args, kwargs), micro_batch)
+        for number, seed, piece in zip(micro_batch.devices, seeds, pieces, strict=True):
             device = self.devices[number]
             # detached copies would lose their gradients, so parameters go to other devices inside the graph
             tensors = {name: parameter.to(device, non_blocking=True) for name, parameter in parameters.items()}
             if self.exact:
-                trained = {name: parameter.requires_grad for name, parameter in parameters.items()}
-                tensors = {name: t.detach().requires_grad_(trained[name]) for name, t in tensors.items()}
+                tensors = {n: t.detach().requires_grad_(parameters[n].requires_grad) for n, t in tensors.items()}
                 self._leaves.append(tensors)
             own = {name: buffer.to(device, copy=True) for name, buffer in buffers.items()}
             self._buffers.append(own)
             versions = {name: buffer._version for name, buffer in own.items() if name not in averaged}
             used = {**tensors, **own}  # buffers that are replaced are replaced in here
-            piece_args, piece_kwargs = _slice((args, kwargs), start, size, sum(micro_batch.sizes), device)
+            here = partial(Tensor.to, device=device, non_blocking=True)
+            piece_args, piece_kwargs = tree_map_only(Tensor, here, piece)
             seed_device(seed, device)
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 outputs.append(functional_call(module, used, piece_args, piece_kwargs))
             for name, version in versions.items():  # the next piece goes on from there, as on one device
                 if used[name] is not own[name]:
-                    buffers[name] = _replace(module, name, used[name].detach().to(self.root_device))
+                    owner, _, attribute = name.rpartition(".")
+                    buffers[name] = used[name].detach().to(self.root_device)
+                    setattr(module.get_submodule(owner), attribute, buffers[name])
                 elif own[name]._version != version or name.endswith(UNTOLD):
                     buffers[name].copy_(own[name])
-            start += size
         return _gather(outputs, self.root_device)
 
 
-def _replace(module: nn.Module, name: str, buffer: Tensor) -> Tensor:
-    owner, _, own = name.rpartition(".")
-    setattr(module.get_submodule(owner), own, buffer)
-    return buffer
+def _slices(value: Any, micro_batch: MicroBatch) -> Iterator[Any]:
+    """For each piece its samples, of every tensor that has those of the whole micro-batch."""
+    total, stop = sum(micro_batch.sizes), 0
+    for size in micro_batch.sizes:
+        start, stop = stop, stop + size
+        cut = partial(_cut, slice(start, stop), total)
+        yield tree_map_only(Tensor, cut, value)
 
 
-def _slice(value: Any, start: int, size: int, total: int, device: torch.device) -> Any:
-    """The samples `start` to `start + size` of every tensor that has `total` of them, on `device`."""
-
-    def cut(tensor: Tensor) -> Tensor:
-        part = tensor[start : start + size] if tensor.dim() and tensor.shape[0] == total else tensor
-        return part.to(device, non_blocking=True)
-
-    return tree_map_only(Tensor, cut, value)
+def _cut(part: slice, total: int, tensor: Tensor) -> Tensor:
+    return tensor[part] if tensor.dim() and len(tensor) == total else tensor
 
 
 def _gather(outputs: list[Any], device: torch.device) -> Any:

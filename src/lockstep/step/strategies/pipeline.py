@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -34,13 +35,13 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact import dense
 from lockstep.arithmetic.layout import Refusal
 from lockstep.step.stages import balanced, chosen, contents, parts_of
-from lockstep.step.strategies.single import PieceStrategy, T, twin
+from lockstep.step.strategies.single import PieceStrategy, T, generators, twin
 
 LOG = logging.getLogger("lockstep")
 MEASURED = 3  # passes of which the fastest counts
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-DIMENSIONS = 8  # of a tensor that is handed on, at most
+HEADER = 1 << 13  # bytes: a tensor's dtype, shape and strides, and the generators' states (the host's has 5,056)
 KEPT = 2  # tensors on their way to one rank; then it is waited for
+ANCHOR = torch.zeros((), requires_grad=True)  # so that autograd comes to both ends of a stage, trained or not
 
 
 class Pipeline(PieceStrategy, DDPStrategy):
@@ -54,46 +55,42 @@ class Pipeline(PieceStrategy, DDPStrategy):
         waited: seconds that this process has waited for what others compute.
     """
 
+    staged = True
+
     def __init__(self, split: tuple[int | str, ...] = ()) -> None:
         super().__init__()
         self.waited = 0.0
         self._split = split
-        self._stage: nn.Module | None = None
+        self._stage: Any = None
+        self._first = False
         self._rank_of: dict[int, int] = {}  # by id of a stage's parameters, buffers and layers
         self._names: dict[str, int] = {}  # by name of a parameter or buffer
         self._sent: dict[int, deque[Any]] = defaultdict(deque)
         self._back: Any = None  # the process group of what goes towards the first stage
-        self._instead: Any = None  # what takes the place of the module's forward
-        self._calls = 0
-        self._again = False
-
-    @property
-    def ahead(self) -> int:  # type: ignore[override]
-        return self.global_rank
-
-    @property
-    def _first(self) -> bool:
-        return self.global_rank == self.world_size - 1
+        self._step = ""  # the module's, which is running
+        self._calls = 0  # of forward() in it
 
     # --- the cut ---
 
     def setup(self, trainer: pl.Trainer) -> None:
         Strategy.setup(self, trainer)  # without DDP
-        self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
 
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
+            self.ahead = self.global_rank
+            self._first = self.global_rank == self.world_size - 1
+            self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
+            vars(self.precision_plugin)["strategy"] = self
         return model
 
     def _cut(self, model: Any) -> None:
         """Keeps this rank's stage, and gives up the memory of the others'."""
         parts, stages, kind = parts_of(model), self.world_size, type(model).__name__
         if not parts:
-            raise Refusal(
-                f"strategy=pipeline: {kind} is no network in a row that could be cut: it needs an nn.Sequential as its "
-                "only network, or a method stages() that returns its modules in order (docs/pipeline.md)"
-            )
+            needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
+            wrong = f"strategy=pipeline: {kind} is no network in a row that could be cut"
+            raise Refusal(f"{wrong}: it needs {needs} (docs/pipeline.md)")
         if len(parts) < stages:
             raise Refusal(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
         seconds = self.broadcast(self._measured(model, parts))
@@ -108,11 +105,11 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self._names = {name: self._owner(value) for name, value in model.state_dict(keep_vars=True).items()}
         for layer in model.modules():
             if isinstance(layer, Metric):  # every rank sees all samples
-                layer.distributed_available_fn = _never
+                layer.distributed_available_fn = lambda: False
         for name, parameter in model.named_parameters():
             if not self.holds(parameter):
                 if parameter.requires_grad:
-                    parameter.register_hook(_refuses(name))
+                    parameter.register_hook(partial(_refuse, name))
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
         if self.root_device.type == "cuda":  # NCCL's sends of one group wait for each other
             self._back = dist.new_group()
@@ -143,10 +140,8 @@ class Pipeline(PieceStrategy, DDPStrategy):
             except Exception as error:
                 why = f" (part {at}: {str(error).splitlines()[0]})"
         if why or not (isinstance(wanted, Tensor) and torch.equal(wanted, y)):
-            raise Refusal(
-                f"strategy=pipeline: the parts of {type(model).__name__} one after the other don't give what its "
-                f"forward() does{why}: stages() must return all of it, in order"
-            )
+            what = f"the parts of {type(model).__name__} one after the other don't give what its forward() does{why}"
+            raise Refusal(f"strategy=pipeline: {what}: stages() must return all of it, in order")
         for layer, training in modes:
             layer.training = training
         return seconds
@@ -156,10 +151,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         fits = model.trainer.state.fn == "fit"
         name = "training_step" if fits else f"{model.trainer.state.stage.value}_step"
         args = model.trainer.datamodule.piece("train" if fits else "test"), 0
-        try:
-            return self._call(name, _leave, *args[: len(signature(getattr(model, name)).parameters)])
-        except _Left as left:
-            return left.value
+        return self.call(name, *args[: len(signature(getattr(model, name)).parameters)])
 
     def _owner(self, thing: Any) -> int:
         return self._rank_of.get(id(thing), 0)
@@ -169,38 +161,14 @@ class Pipeline(PieceStrategy, DDPStrategy):
 
     # --- passes ---
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss; of a stage before the last, what has its place until the last one's is known."""
-        with self.precision_plugin.train_step_context():
-            try:
-                return self._call("training_step", self._told if self._again else self._train, *args, **kwargs)
-            except _Left as left:
-                return left.value
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._call("validation_step", self._evaluate, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._call("test_step", self._evaluate, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._call("predict_step", self._evaluate, *args, **kwargs)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Training steps inside are those of pieces that the last stage has passed."""
-        self._again = True
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Of a stage before the last, `training_step` gives what has the loss's place, until without gradients it is
+        asked again."""
+        self._step, self._calls = name, 0
         try:
-            yield
-        finally:
-            self._again = False
-
-    def _call(self, name: str, instead: Any, *args: Any, **kwargs: Any) -> Any:
-        self._instead, self._calls = instead, 0
-        found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+        except _Left as left:
+            return left.args[0]
         if not self._calls:
             raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
@@ -209,19 +177,23 @@ class Pipeline(PieceStrategy, DDPStrategy):
         self._calls += 1
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             raise Refusal("strategy=pipeline: forward() must get one tensor, which the first stage takes")
-        if self._calls > 1 and self._instead != self._evaluate:
+        if self._stage is None:  # nothing is cut yet: an example is asked for
+            raise _Left(args[0])
+        if self._step != "training_step":
+            return self._evaluate(args[0])
+        if self._calls > 1:
             raise Refusal("strategy=pipeline: training_step calls forward() more than once; strategy=ddp lets it")
-        return self._instead(args[0])
+        return self._train(args[0])
 
     def _train(self, x: Tensor) -> Tensor:
-        assert self._stage is not None
-        y: Tensor = self._stage(x if self._first else _Receive.apply(_anchor(), self))
+        if not torch.is_grad_enabled():  # the last stage has passed this piece
+            return self.receive(0)
+        y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
         if self.global_rank:
-            raise _Left(_Send.apply(y, _anchor(), self))
+            raise _Left(_Send.apply(y, ANCHOR, self))
         return self._tell(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
-        assert self._stage is not None
         y: Tensor = self._stage(x if self._first else self.receive(self.global_rank + 1))
         if not self.global_rank:
             return self._tell(y)
@@ -233,23 +205,20 @@ class Pipeline(PieceStrategy, DDPStrategy):
             self.send(y, rank)
         return y
 
-    def _told(self, x: Tensor) -> Tensor:
-        return self.receive(0)
-
     # --- handing on ---
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Hands on a tensor, as it lies in memory, since kernels may round by that, and the state of the generators, so
         that the next stage's layers draw on from there."""
+        if not tensor.is_floating_point():
+            raise Refusal(f"strategy=pipeline: a stage can't hand on {tensor.dtype}, which has no gradient")
         once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         stored = once if dense(once) else once.contiguous()
         strides = [own and new for own, new in zip(tensor.stride(), stored.stride(), strict=True)]
-        if tensor.dtype not in DTYPES or tensor.dim() > DIMENSIONS:
-            raise Refusal(f"strategy=pipeline: a stage can't hand on {tensor.dim()} dimensions of {tensor.dtype}")
-        facts = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *strides]
-        about = torch.tensor([*facts, *[0] * (2 + 2 * DIMENSIONS - len(facts))])
+        states = [generator.get_state().numpy() for generator in generators(self.root_device)]
+        header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
         group = self._back if to > self.global_rank else None
-        parts = torch.cat([about.view(torch.uint8), self._random()]), _flat(stored)
+        parts = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
         self._sent[to].append([(dist.isend(part, to, group), part) for part in parts])
         while len(self._sent[to]) > KEPT:
             for work, _ in self._sent[to].popleft():
@@ -257,28 +226,17 @@ class Pipeline(PieceStrategy, DDPStrategy):
 
     def receive(self, source: int) -> Tensor:
         """What `source` has sent."""
-        began, own = time.perf_counter(), self._random()
+        began = time.perf_counter()
         group = self._back if source < self.global_rank else None
-        header = torch.empty(8 * (2 + 2 * DIMENSIONS) + len(own), dtype=torch.uint8)
+        header = torch.empty(HEADER, dtype=torch.uint8)
         dist.recv(header, source, group)
-        about, state = header.split([len(header) - len(own), len(own)])
-        kind, dimensions, *rest = about.view(torch.int64).tolist()
-        shape, strides = rest[:dimensions], rest[dimensions : 2 * dimensions]
-        tensor = torch.empty_strided(shape, strides, dtype=DTYPES[kind], device=self.root_device)
+        dtype, shape, strides, states = pickle.loads(header.numpy().data)  # from a worker of this run
+        tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.root_device)
         dist.recv(_flat(tensor), source, group)
-        self._random(state)
+        for generator, state in zip(generators(self.root_device), states, strict=True):
+            generator.set_state(torch.from_numpy(state))
         self.waited += time.perf_counter() - began
         return tensor
-
-    def _random(self, state: Tensor | None = None) -> Tensor:
-        """The state of the generators that layers draw from; they take another one."""
-        host, device = torch.get_rng_state(), self.root_device
-        states = [host, *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-        if state is not None:
-            torch.set_rng_state(state[: len(host)].clone())
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(state[len(host) :].clone(), device)
-        return torch.cat(states)
 
     # --- over all stages ---
 
@@ -314,19 +272,26 @@ class Pipeline(PieceStrategy, DDPStrategy):
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
-        for at, parameter in enumerate(parameters):
+        for column, parameter in zip(norms.T, parameters, strict=True):
             if parameter.grad is not None:
-                norms[:, at] = torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())])
+                column.copy_(torch.stack([torch.linalg.vector_norm(parameter.grad).double(), norms.new_ones(())]))
         dist.all_reduce(norms)  # of each column one rank's is not 0
         return torch.linalg.vector_norm(norms[0, norms[1] > 0].to(parameters[0].dtype))
-
-    def _clip(self, optimizer: Any, clip_val: float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.gradient_norm(parameters))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Nothing to be done: what is logged is the same on all ranks."""
         return tensor
+
+
+class _ClipsAllStages:
+    """What the precision plugin's twin has before its class."""
+
+    main_params: Any
+    strategy: Pipeline
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        parameters = list(self.main_params(optimizer))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, self.strategy.gradient_norm(parameters))
 
 
 class _Send(torch.autograd.Function):
@@ -357,32 +322,12 @@ class _Receive(torch.autograd.Function):
         return None, None
 
 
-def _anchor() -> Tensor:
-    """By it autograd comes to both ends of a stage, also where nothing of it is trained."""
-    return torch.zeros((), requires_grad=True)
-
-
 class _Left(BaseException):
-    """Leaves a step at its call of `forward`, past any `except Exception` of its own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    """Leaves a step at its call of `forward`, past any `except Exception` of its own, with a tensor."""
 
 
-def _leave(x: Tensor) -> Tensor:
-    raise _Left(x)
-
-
-def _never() -> bool:
-    """Whether a metric is summed over ranks."""
-    return False
-
-
-def _refuses(name: str) -> Any:
-    def refuse(_: Tensor) -> None:
-        raise Refusal(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
-
-    return refuse
+def _refuse(name: str, _: Tensor) -> None:
+    raise Refusal(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
 
 
 def _flat(stored: Tensor) -> Tensor:

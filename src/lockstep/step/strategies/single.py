@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,19 +16,25 @@ from lockstep.step.batch import MicroBatch
 T = TypeVar("T")
 
 
+def generators(device: torch.device) -> list[torch.Generator]:
+    """What layers on `device` draw from, and the host's, from which the weights of a mix of images are drawn, say."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seeds the generator that layers on `device` draw from, and the host's, from which the weights of a mix of images
-    are drawn, say."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    """Seeds the generators of `device`."""
+    for generator in generators(device):
+        generator.manual_seed(seed)
 
 
 class PieceStrategy(Strategy):
     """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
 
     copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
+    staged = False  # whether each process holds another part of the network
     ahead = 0  # pieces that forward passes are ahead of backward passes: only those of a pipeline
 
     @contextmanager
@@ -59,12 +65,28 @@ class PieceStrategy(Strategy):
         return own
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The norm of the gradient over all `parameters`. Every process calls it."""
+        """The norm of the gradient over all `parameters`. Where they are `staged`, every process calls it."""
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Passes inside keep their gradients to this process."""
-        return nullcontext()
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A step of the module, as this strategy runs it: `training_step`, say."""
+        return getattr(self.lightning_module, name)(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self.call("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self.call("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self.call("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self.call("predict_step", *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's
@@ -81,8 +103,8 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class _Redirected:
-    """What a twin has before its module's class."""
+class Redirected:
+    """What the twin of a module has before its class: a `forward` of the strategy's."""
 
     trainer: Any
 
@@ -90,15 +112,15 @@ class _Redirected:
         return self.trainer.strategy.forward(args, kwargs)
 
 
-def twin(module: Any) -> Any:
-    """An object with the module's attributes and class, whose `forward` is the strategy's; the module's own stays."""
-    kind: Any = type(module)
-    found = object.__new__(_redirected(kind))
-    object.__setattr__(found, "__dict__", module.__dict__)
+def twin(thing: Any, before: type = Redirected) -> Any:
+    """An object with the attributes of another one and its class, but for the methods of `before`; the other one's own
+    stay."""
+    kind: Any = type(thing)
+    found = object.__new__(_twins(kind, before))
+    object.__setattr__(found, "__dict__", thing.__dict__)
     return found
 
 
 @cache
-def _redirected(module: type) -> Any:
-    """The class of a module's twin, by the module's."""
-    return type(module.__name__, (_Redirected, module), {})
+def _twins(kind: type, before: type) -> Any:
+    return type(kind.__name__, (before, kind), {})
