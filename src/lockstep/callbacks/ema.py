@@ -17,9 +17,9 @@ class EMA(WeightAveraging):
     """Lightning's exponential moving average, after the weights of the first step:
     `average = decay x average + (1 - decay) x weights`.
 
-    Validation, checkpoints (`state_dict`), the test and `weights_sha256` are the average's; a run that goes on finds the
-    weights themselves in the checkpoint too. Floating-point buffers, BatchNorm's running statistics say, are averaged;
-    whole numbers are copied.
+    Validation, checkpoints (`state_dict`), the test and `weights_sha256` are the average's; a checkpoint holds the
+    weights themselves too, and a run goes on from these. Buffers of floating-point numbers, BatchNorm's running
+    statistics say, are averaged; whole numbers are copied.
 
     Args:
         decay: of an update, on every layout: torchvision's reference multiplies by devices. The average goes back about
