@@ -109,7 +109,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
 
 def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
     """Those of the rows that `features` names; true: all."""
-    wanted = list(rows) if names is True else names or []
+    wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
     for name in wanted:
         if name not in rows:
             raise Refusal(f"features={name}: {unknown(str(name), rows)}")

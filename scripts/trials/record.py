@@ -37,9 +37,9 @@ class Record(pl.Callback):
             the pieces' gradients are added, not averaged; `windowed`, a short step's samples count as in a full one, as
             Lightning accumulates (#19987); `decayed`, an average decays faster on more devices, as torchvision's
             reference has it; `weighted`, class weights are normalised over a rank's samples; `seeded`, what is random
-            in a piece follows from the rank too; `killed`, half-way, in the middle of an epoch; `rounding <seed>`, every
-            gradient is off by as many roundings as a step has pieces: adding pieces in another order does no more, and
-            usually less.
+            in a piece follows from the rank too; `killed`, half-way, in the middle of an epoch; `rounding <seed>`,
+            every gradient is off by as many roundings as a step has pieces: adding pieces in another order does no
+            more, and usually less.
     """
 
     def __init__(self, pieces: int, batch_size: int, fault: str | None = None) -> None:
