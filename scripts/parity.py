@@ -85,6 +85,8 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     differing = flag("differences", raw.pop("differences"))
     rows = chosen(raw.pop("features"), raw.pop("rows"))
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
+    if rows and steps < features.STEPS:
+        raise Refusal(f"steps={steps}: a run that is killed in the middle of an epoch needs {features.STEPS}")
     if rows:
 
         def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:

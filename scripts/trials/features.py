@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from trials.judging import Row, allowed, distances, evaluation, judge
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import Outcome, Trial, counted, run
+from trials.trial import FULL, Outcome, Trial, counted, run
 
 from lockstep.loading import Splits
 from lockstep.run.config import check
@@ -26,6 +26,7 @@ LAYOUTS = {
     "ddp, 3 devices": ("ddp", 3),
     "dp, 2 devices": ("dp", 2),
 }
+STEPS = FULL + 1  # at least: one epoch
 COLUMNS = {
     "default": "by default",
     "exact": "exact=true",
