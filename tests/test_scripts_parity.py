@@ -111,7 +111,7 @@ def test_a_feature_without_effect_is_told(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
         judge_features({"ema": rows}, tmp_path, {})
     assert "1 device: NOT SEEN" in capsys.readouterr().out
-    with pytest.raises(Refusal, match="features=emu: did you mean ema?"):
+    with pytest.raises(Refusal, match=r"features=emu: did you mean ema\?"):
         chosen(["emu"], {"ema": ["callbacks=ema"]})
 
 
