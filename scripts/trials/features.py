@@ -35,7 +35,12 @@ COLUMNS = {
     "by rank": "control: by rank",
 }
 # What goes wrong where a rank is asked for what belongs to the step (see trials.record), by a word of the overrides.
-BY_RANK = {"callbacks=ema": "decayed", "model.class_weights": "weighted", "data.mix": "seeded"}
+BY_RANK = {
+    "callbacks=ema": "decayed",
+    "model.class_weights": "weighted",
+    "data.mix": "seeded",
+    "model.dropout": "seeded",
+}
 
 
 def measure(
