@@ -2,6 +2,7 @@
 
     python scripts/parity.py model=resnet18 data=mnist devices=2 accumulate_grad_batches=4
     python scripts/parity.py differences=true data=mnist model.dropout=0.25
+    python scripts/parity.py features=true
 
 Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
 and with exact=true; on CPUs also on two machines, which are two parents on this host that meet over its loopback
@@ -17,24 +18,30 @@ mistake any more.
 `differences=true` measures instead what legitimately differs (another number of pieces, precision, threads), and that
 the switch which removes it does.
 
-Writes parity.json and parity.png into its run folder, or differences.json and differences.md. Exit codes: 0 all as
-promised, 1 not, 2 bad input.
+`features=true` compares instead, on a few layouts, runs with each of the `rows` in conf/parity.yaml: what a run can be
+told beside its layout. They are killed and resumed there too.
+
+Writes parity.json and parity.png into its run folder, or differences.json and differences.md, or features.json. Exit
+codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from showing import wide_console
 from torch.utils.data import Subset
-from trials import differences
+from trials import differences, features
 from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
 from trials.record import YARDSTICKS, roundoff
 from trials.trial import Outcome, Trial, counted, run, shorten
@@ -47,11 +54,12 @@ from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.launch.network import LOOPBACK
 from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import Flag, checker, whole
+from lockstep.run.checks import Flag, checker, unknown, whole
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 
+OWN = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py has not
 CONTROLS = {
     "lr x 1.01": None,
     "gradients summed, not averaged": "summed",
@@ -75,6 +83,47 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     tail = raw.pop("tail")
     tail = None if tail is None else whole(1)("tail", tail)
     differing = checker(Flag)("differences", raw.pop("differences"))
+    rows = chosen(raw.pop("features"), raw.pop("rows"))
+    report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
+    if rows and steps < features.STEPS:
+        raise Refusal(f"steps={steps}: a run that is killed in the middle of an epoch needs {features.STEPS}")
+    if rows:
+
+        def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
+            composed = compose("parity", [*HydraConfig.get().overrides.task, *overrides])
+            raw: Any = OmegaConf.to_container(composed, resolve=True)
+            raw = {key: value for key, value in raw.items() if key not in OWN}
+            config, splits = opened(raw, test_samples)
+            return raw, shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
+
+        judge_features(features.measure(rows, prepared, steps, folder / "trials"), folder, report)
+        return
+    config, splits = opened(raw, test_samples)
+    if differing:
+        effects, text = differences.measure(config, raw, steps, splits, folder / "trials")
+        print(text)
+        (folder / "differences.md").write_text(text + "\n")
+        write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": effects})
+        return
+    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
+    judge_layouts(config, raw, steps, splits, folder, report)
+
+
+def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
+    """Those of the rows that `features` names; true: all."""
+    wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
+    for name in wanted:
+        if name not in rows:
+            raise Refusal(f"features={name}: {unknown(str(name), rows)}")
+    return {name: rows[name] for name in wanted}
+
+
+def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
+    """The config, checked, and its data with so few samples to test.
+
+    Raises:
+        Refusal: nothing can be compared.
+    """
     config = check(raw)
     if config.layout.num_nodes > 1 or external_workers():
         raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
@@ -83,15 +132,22 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     splits = open_data(config.data, config.data_dir, config.seed)
     if splits.test is not None:
         splits = replace(splits, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
-    report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
-    if differing:
-        rows, text = differences.measure(config, raw, steps, splits, folder / "trials")
-        print(text)
-        (folder / "differences.md").write_text(text + "\n")
-        write_summary(folder / "differences.json", report | {"test_samples": test_samples, "rows": rows})
-        return
-    splits = shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
-    judge_layouts(config, raw, steps, splits, folder, report)
+    return config, splits
+
+
+def judge_features(found: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
+    """Shows what became of each feature.
+
+    Raises:
+        Different: one is not as promised, or a control was not seen.
+    """
+    wide_console(170).print(features.table(found))
+    write_summary(
+        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in found.items()}}
+    )
+    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in found.items() for row in rows if not row.passed]
+    if failed:
+        raise Different(f"not as promised: {'; '.join(failed)}")
 
 
 def judge_layouts(

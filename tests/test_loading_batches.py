@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
+from torchvision.datasets import FakeData
 
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.callbacks import Heartbeat
 from lockstep.loading import DataModule
 from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import fetch
+from lockstep.loading.datasets import fetch, labels_of
 from lockstep.loading.loaders import own_chunks
 from lockstep.step.batch import StepBatch
 from project.models import MnistCNN
@@ -35,6 +36,19 @@ def test_a_gather_is_the_same_as_sample_by_sample() -> None:
     for row, index in enumerate(49 - ids):
         assert torch.equal(images[row], dataset[index][0])
         assert labels[row] == dataset[index][1]
+
+
+def test_labels_come_without_the_samples_also_of_subsets() -> None:
+    dataset, ids = arrays(50), np.array([3, 49, 0, 3])
+    assert labels_of(Subset(dataset, ids)).tolist() == [3, 49, 0, 3]  # type: ignore[arg-type]
+    of_torchvision = FakeData(size=20)
+    with pytest.raises(Refusal, match="a FakeData can't say its labels; give it an attribute labels or targets"):
+        labels_of(of_torchvision)
+    of_torchvision.targets = list(range(20))  # as most of torchvision's have them
+    assert labels_of(of_torchvision).tolist() == list(range(20))
+    of_torchvision.targets = [0.5] * 20
+    with pytest.raises(Refusal, match="a whole number for each sample"):
+        labels_of(of_torchvision)
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
@@ -141,6 +155,14 @@ def test_a_resumed_run_goes_on_at_its_step(workers: int) -> None:
         assert {step_batch.epoch for step_batch in rest} == {1}
         assert same(rest, second[step - 5 :])
     assert not same(first, second)
+
+
+def test_labels_of_a_step_are_those_of_all_ranks() -> None:
+    ranks = [module(splits(arrays(50)), layout(3, batch_size=12, pieces=6), rank=rank, step=5) for rank in range(3)]
+    for parts in zip(*map(step_batches, ranks), strict=True):
+        whole = ranks[0].labels_of_step(parts[0]).tolist()
+        own = [labels for part in parts for each in part.micro_batches for labels in each.batch[1].tolist()]
+        assert whole == own  # labels are numbers of samples here
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from small_models import mnist_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import DummyBatchOnEmptyRank, ResumeState
 from project.models import MnistCNN
 from project.schedules import cosine
@@ -135,3 +137,54 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
         assert first.group["momentum"] == momentum
         saved = [one["momentum_buffer"] for one in state["state"].values()]
         assert all(torch.equal(a, b) for a, b in zip(first.gathered, saved, strict=True))
+
+
+# --- class weights ----------------------------------------------------------------------------------------------------
+
+
+def weighted(weights: Any, y: Tensor) -> Any:
+    """A classifier in a step whose samples have the labels `y`."""
+    model = mnist_cnn(class_weights=weights, label_smoothing=0.1, num_classes=3)
+    data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy())
+    model._trainer = SimpleNamespace(datamodule=data)
+    model.setup("fit")
+    model.on_train_batch_start(None, 0)
+    return model
+
+
+@pytest.mark.parametrize("weights", [[1, 5, 0.2], "balanced"])
+def test_class_weights_of_a_step_in_pieces_are_those_of_torch_on_the_whole_step(weights: Any) -> None:
+    x, y = torch.randn(12, 1, 12, 12), torch.tensor([0, 0, 0, 0, 0, 1, 0, 2, 2, 0, 0, 1])
+    model = weighted(weights, y)
+    given = torch.tensor([12 / (3 * n) for n in (8, 2, 2)] if weights == "balanced" else weights)
+    for piece, labels in zip(x.split(4), y.split(4), strict=True):
+        (model.training_step((piece, labels), 0)["loss"] * (4 / 12)).backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    nn.CrossEntropyLoss(given, label_smoothing=0.1)(model(x), y).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(found, expected)
+    model.zero_grad()  # the control: each piece normalised by itself
+    for piece, labels in zip(x.split(4), y.split(4), strict=True):
+        (nn.CrossEntropyLoss(given, label_smoothing=0.1)(model(piece), labels) * (4 / 12)).backward()
+    assert float((next(model.parameters()).grad - expected[0]).norm() / expected[0].norm()) > 1e-2
+
+
+def test_an_evaluation_is_not_weighted() -> None:
+    x, y = torch.randn(4, 1, 12, 12), torch.tensor([0, 1, 2, 0])
+    model = weighted([1, 5, 0.2], y).eval()
+    torch.testing.assert_close(
+        model.losses(model(x), y), nn.functional.cross_entropy(model(x).double(), y, reduction="none")
+    )
+
+
+def test_weighted_classes_take_no_mixed_labels() -> None:
+    model = weighted("balanced", torch.tensor([0, 1, 2]))
+    with pytest.raises(Refusal, match="class_weights and mixed labels don't go together"):
+        model.training_step((torch.randn(3, 1, 12, 12), torch.eye(3)), 0)
+
+
+@pytest.mark.parametrize("weights", ["weighted", [1, 2], [1, 2, 0], [1, 2, math.inf], 3])
+def test_class_weights_that_are_none(weights: Any) -> None:
+    with pytest.raises(ValueError, match=r"^class_weights=.*: must be balanced, or 3 numbers above 0"):
+        mnist_cnn(class_weights=weights, num_classes=3)

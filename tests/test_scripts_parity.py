@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, Run
-from parity import layouts
-from trials.judging import MARGIN, Distances, allowed
+from parity import Different, chosen, judge_features, layouts
+from trials.judging import MARGIN, Distances, Row, allowed
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import check
 from lockstep.run.library import compose
 
@@ -89,6 +90,29 @@ def test_what_differs_is_measured_and_what_is_left_without_it(run_parity: Progra
     assert cut["left"]["weights"] < 1e-5
     assert seed["effect"]["weights"] > 0.1
     assert found.with_suffix(".md").read_text() in run.stdout
+
+
+@pytest.mark.slow
+def test_features_are_compared_killed_and_done_wrong_by_rank(run_parity: Program) -> None:
+    both = "+rows.both=['callbacks=ema','model.class_weights=balanced']"
+    run = run_parity(*TINY, "steps=6", "accumulate_grad_batches=2", "precision=64-true", "features=[both]", both)
+    rows = json.loads((run.folder / "features.json").read_text())["rows"]["both"]
+    found = [(row["kind"], row["verdict"].partition(",")[0]) for row in rows]
+    kinds = {"default": "same to rounding", "exact": "same bits", "resumed": "same bits", "without": "seen"}
+    assert found == [
+        *[(kind, kinds[kind]) for kind in ("default", "exact") for _ in range(3)],
+        *[(kind, kinds[kind]) for kind in ("resumed", "without")],
+        *[("by rank", "seen")] * 2,
+    ]
+
+
+def test_a_feature_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row("exact", "dp", "", "same bits", True), Row("without", "1 device", "", "NOT SEEN", False)]
+    with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
+        judge_features({"ema": rows}, tmp_path, {})
+    assert "1 device: NOT SEEN" in capsys.readouterr().out
+    with pytest.raises(Refusal, match=r"features=emu: did you mean ema\?"):
+        chosen(["emu"], {"ema": ["callbacks=ema"]})
 
 
 def test_one_piece_is_refused(run_parity: Program) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lockstep.callbacks import EMA
+
 PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
 UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
 FAULTS = ("permuted", "summed", "windowed")  # controls, which a comparison must see
+BY_RANK = ("decayed", "weighted", "seeded")  # likewise: a rank is asked for what belongs to the step
+KILLED = "killed"
 YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # which ReLU flips first is chance: the largest of three
 FILE = "record.npz"
 
@@ -29,8 +35,11 @@ class Record(pl.Callback):
         batch_size: samples of a full step.
         fault: what is done wrong: `permuted`, the order of another seed (weights and dropout keep theirs); `summed`,
             the pieces' gradients are added, not averaged; `windowed`, a short step's samples count as in a full one, as
-            Lightning accumulates (#19987); `rounding <seed>`, every gradient is off by as many roundings as a step has
-            pieces: adding pieces in another order does no more, and usually less.
+            Lightning accumulates (#19987); `decayed`, an average decays faster on more devices, as torchvision's
+            reference has it; `weighted`, class weights are normalised over a rank's samples; `seeded`, what is random
+            in a piece follows from the rank too; `killed`, half-way, in the middle of an epoch; `rounding <seed>`,
+            every gradient is off by as many roundings as a step has pieces: adding pieces in another order does no
+            more, and usually less.
     """
 
     def __init__(self, pieces: int, batch_size: int, fault: str | None = None) -> None:
@@ -48,6 +57,8 @@ class Record(pl.Callback):
         if self.fault == "permuted" and stage == "fit":
             data: Any = trainer.datamodule  # type: ignore[attr-defined]
             data.order = replace(data.order, seed=data.order.seed + 1)
+        elif self.fault in BY_RANK and stage == "fit":
+            _ask_rank(trainer, self.fault)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -85,6 +96,8 @@ class Record(pl.Callback):
         flat = [_numpy(state[name]).reshape(-1) for name, _ in pl_module.named_parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
         self.probes.append(np.concatenate([part[::every] for part in flat]))
+        if self.fault == KILLED and trainer.is_last_batch and 2 * trainer.global_step >= trainer.max_steps:
+            os.kill(os.getpid(), signal.SIGKILL)  # before this step is saved: it goes on from one inside the epoch
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Puts together what each process knows of ids and losses, and saves arrays under `kind/name`."""
@@ -106,6 +119,18 @@ class Record(pl.Callback):
         arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
         arrays["about/sensitive"] = np.array(sensitive(pl_module), dtype=str)
         np.savez(Path(trainer.default_root_dir, FILE), **arrays)
+
+
+def _ask_rank(trainer: Any, fault: str) -> None:
+    data = trainer.datamodule
+    if fault == "decayed":
+        for callback in trainer.callbacks:
+            if isinstance(callback, EMA):
+                callback.decay = 1 - (1 - callback.decay) * data.layout.num_devices
+    elif fault == "weighted":
+        data.labels_of_step = lambda batch: data.labels[np.concatenate([each.ids for each in batch.micro_batches])]
+    else:
+        trainer.fit_loop.epoch_loop.passes.seed += trainer.global_rank
 
 
 def roundoff(precision: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Subset
-from trials.record import FILE
+from trials.record import FILE, KILLED
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
@@ -32,17 +32,25 @@ from lockstep.run.supervisor import run_in_workers
 from lockstep.run.training import train
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
+USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that measure, show and keep
 Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: `changes` to the config, and a deliberate fault for controls (see trials.record)."""
+    """What is run: `changes` to the config, and a deliberate fault for controls (see trials.record).
+
+    Attributes:
+        whole: validates too, and keeps the callbacks that are none of every run's.
+        begun: changes of the layout on which it begins, to be killed in the middle of an epoch; with `whole`.
+    """
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     fault: str | None = None
+    whole: bool = False
+    begun: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,18 +99,22 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     Raises:
         Refusal: the trial's config can't be run; WorkerFailed: it failed.
     """
-    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
-    layout = check({**raw, **trial.changes}).layout
-    record = {"pieces": layout.pieces, "batch_size": layout.batch_size, "fault": trial.fault}
-    record["_target_"] = "trials.record.Record"
-    config = check({**raw, **bare, **trial.changes, "callbacks": {"record": record}})
+    config = _config(trial, raw, steps, trial.changes, trial.fault)
     folder.mkdir(parents=True)
-    splits = replace(splits, val=None)
-    if layout.num_nodes > 1:
+    if not trial.whole:
+        splits = replace(splits, val=None)
+    if trial.begun is not None:
+        begins = _config(trial, raw, steps, trial.begun, KILLED)
+        with suppress(WorkerFailed):
+            launch(_work, begins, splits, folder, layout=begins.layout)
+            raise AssertionError("it was to be killed")
+        if not (folder / "checkpoints" / "last.ckpt").exists():
+            raise WorkerFailed("killed before its first checkpoint")
+    if config.layout.num_nodes > 1:
         with _guest(config, splits, folder):
             summary = run_in_workers(_work, config, splits, folder)
     else:
-        summary = launch(_work, config, splits, folder, layout=layout)
+        summary = launch(_work, config, splits, folder, layout=config.layout)
     parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
     with np.load(folder / FILE) as found:
         for key in found:
@@ -112,6 +124,16 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     about: dict[str, Any] = parts.pop("about")
     about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
     return Outcome(config, summary["weights_sha256"], summary["metrics"], **about, **parts)
+
+
+def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[str, Any], fault: str | None) -> Config:
+    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
+    layout = check({**raw, **changes}).layout
+    record = {"_target_": "trials.record.Record", "pieces": layout.pieces, "batch_size": layout.batch_size}
+    callbacks = {name: given for name, given in raw["callbacks"].items() if trial.whole and name not in USUAL}
+    if trial.begun is not None:
+        callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
+    return check({**raw, **bare, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
+from lockstep.callbacks.ema import EMA
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
@@ -10,6 +11,7 @@ from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, Heartbeat, ReplicaCo
 from lockstep.callbacks.resume_state import ResumeState
 
 __all__ = [
+    "EMA",
     "Checkpoint",
     "Console",
     "Dashboard",

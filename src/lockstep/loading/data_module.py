@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +21,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_of_each
 from lockstep.launch.signals import set_parent_death_signal
-from lockstep.loading.datasets import Splits, base
+from lockstep.loading.datasets import Ids, Splits, base, labels_of
 from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
 from lockstep.loading.resident import Resident, place
 from lockstep.step.batch import MicroBatch, StepBatch
@@ -90,6 +90,16 @@ class DataModule(pl.LightningDataModule):
             )
             if self._placed is not self.splits and self.rank == 0:
                 LOG.info("sets in memory lie on the GPU")
+
+    @cached_property
+    def labels(self) -> Ids:
+        """Of the training samples, in the set's order; raises as `labels_of`."""
+        return labels_of(self.splits.train)
+
+    def labels_of_step(self, step_batch: StepBatch) -> Ids:
+        """Of all samples of a step, whichever process computes them; raises as `labels_of`."""
+        index = step_batch.step - step_batch.epoch * self.order.steps_per_epoch
+        return self.labels[self.order.step(step_batch.epoch, index)]
 
     # --- loaders ---
 

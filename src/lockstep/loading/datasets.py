@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
 from lockstep.loading.augment import Augment
 
@@ -133,6 +134,23 @@ def fingerprint(dataset: Any) -> str:
     if hasattr(dataset, "fingerprint"):
         return str(dataset.fingerprint())
     return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
+
+
+def labels_of(dataset: Any) -> Ids:
+    """The labels of all samples, [n], without making one: its `labels` or `targets`.
+
+    Raises:
+        Refusal: it has neither, or they are not one whole number for each sample.
+    """
+    if type(dataset) is Subset:
+        return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
+    found = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
+    if found.shape != (len(dataset),) or found.dtype.kind not in "iu":
+        raise Refusal(
+            f"data: a {type(dataset).__name__} can't say its labels; give it an attribute labels or targets, a whole "
+            "number for each sample"
+        )
+    return found.astype(np.int64)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:

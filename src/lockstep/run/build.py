@@ -129,12 +129,15 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise Refusal(
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
-                "layout's: accumulate_grad_batches; of averages, EMAWeightAveraging leaves it alone"
+                "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
             )
         if isinstance(callback, WeightAveraging) and config.strategy.average_every:
             raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
         if isinstance(callback, WeightAveraging) and config.layout.strategy == "pipeline":
             raise Refusal(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
+        if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
+            few = f"precision={config.precision}"
+            raise Refusal(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
     return [*made.values(), OptimizerCheck(config)]
 
 

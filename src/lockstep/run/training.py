@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Refusal, counted
@@ -77,6 +78,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         run.fitted()
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
+            # an average would bring back, from the checkpoint, the weights that it was made of
+            tests: Any = trainer
+            tests.callbacks = [each for each in tests.callbacks if not isinstance(each, WeightAveraging)]
             trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
             run.tested()
     except Interrupted as interrupted:

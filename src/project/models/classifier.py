@@ -1,5 +1,6 @@
 """The LightningModule that trains any net which maps images to logits."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
@@ -9,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import matching
 from lockstep.step.metrics import Count, ExactMean
 
@@ -26,9 +28,13 @@ class ImageClassifier(LightningModule):
         label_smoothing: share of the probability that is spread over all classes, in training only.
         freeze: patterns of parameter names (`net.layer1.*`) that are not trained. A layer or block of which all are
             frozen computes as in evaluation: no dropout there, and running statistics stay.
+        class_weights: what a sample counts for in training, by its class: a number for each, or 'balanced', samples /
+            (classes x samples of the class). A step's loss is `sum(weight x loss) / sum(weight)` over all its samples.
         decay_norms_and_biases: whether `weight_decay` holds for them too; by default it does not (He et al., Bag of
             Tricks, 2019).
     """
+
+    step_weights: Tensor | None
 
     def __init__(
         self,
@@ -40,6 +46,7 @@ class ImageClassifier(LightningModule):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         scheduler: Callable[..., Any] | None = None,
         label_smoothing: float = 0.0,
+        class_weights: str | Sequence[float] | None = None,
         decay_norms_and_biases: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
@@ -53,6 +60,9 @@ class ImageClassifier(LightningModule):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.label_smoothing = label_smoothing
+        self.class_weights = as_weights(class_weights, num_classes)
+        # those of the step under way, whose mean over its samples is 1; None: not weighted
+        self.register_buffer("step_weights", None if class_weights is None else torch.ones(num_classes), False)
         self.decay_norms_and_biases = decay_norms_and_biases
         self.frozen = self._freeze(freeze)
         self.example_input_array = torch.zeros(2, channels, image_size, image_size)
@@ -68,7 +78,8 @@ class ImageClassifier(LightningModule):
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Loss of each sample [n]; their mean is trained on. Override it for another loss."""
         if self.training:
-            return F.cross_entropy(logits, y, reduction="none", label_smoothing=self.label_smoothing)
+            options: dict[str, Any] = {"weight": self.step_weights, "label_smoothing": self.label_smoothing}
+            return F.cross_entropy(logits, y, reduction="none", **options)
         return F.cross_entropy(logits.double(), y, reduction="none")
 
     def _freeze(self, patterns: Sequence[str]) -> set[str]:
@@ -99,8 +110,21 @@ class ImageClassifier(LightningModule):
     def on_train_epoch_start(self) -> None:
         self.train()  # a callback may have unfrozen something
 
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and self.hparams["class_weights"] == "balanced":
+            counts = torch.from_numpy(self._data.labels).bincount(minlength=len(self.class_weights))
+            self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1).double())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Over the whole step, not over a piece of it or a device's part: so every layout has the same gradient."""
+        if self.step_weights is not None:
+            mean = self.class_weights[torch.from_numpy(self._data.labels_of_step(batch))].mean()
+            self.step_weights.copy_(self.class_weights / mean)
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         x, y = batch
+        if y.ndim > 1 and self.step_weights is not None:
+            raise Refusal("model.class_weights and mixed labels don't go together: a sample has several classes")
         logits = self(x)
         labels = y if y.ndim == 1 else y.argmax(1)  # mixed labels are [n, num_classes]
         return {"loss": self.losses(logits, y).mean(), "acc": (logits.argmax(1) == labels).float().mean()}
@@ -130,6 +154,11 @@ class ImageClassifier(LightningModule):
     def _log(self, stage: str) -> None:
         self.log_dict({f"{stage}/{name}": cast(Metric, score) for name, score in self.scores.items()})
 
+    @property
+    def _data(self) -> Any:
+        trainer: Any = self.trainer
+        return trainer.datamodule
+
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Logits [n, num_classes]."""
         return self(batch[0])
@@ -149,3 +178,13 @@ class ImageClassifier(LightningModule):
         weights = {"params": [p for p in trained if p.ndim > 1]}
         others = {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}
         return [group for group in (weights, others) if group["params"]]
+
+
+def as_weights(given: str | Sequence[float] | None, num_classes: int) -> Tensor:
+    """Class weights float64 [num_classes]; 'balanced' ones are known when the data is open, and 1 until then."""
+    if given is None or given == "balanced":
+        return torch.ones(num_classes, dtype=torch.float64)
+    above = isinstance(given, Sequence) and all(isinstance(w, int | float) and 0 < w < math.inf for w in given)
+    if not above or len(given) != num_classes:
+        raise ValueError(f"class_weights={given}: must be balanced, or {num_classes} numbers above 0, one for a class")
+    return torch.tensor(given, dtype=torch.float64)

@@ -1,0 +1,110 @@
+"""What a run can be told beside its layout, each on a few layouts: to rounding, under exact to the bit, and killed in
+mid-epoch and resumed on another one. Controls: a run without the feature, and one that does it wrong by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from trials.judging import Row, allowed, distances, evaluation, judge
+from trials.record import YARDSTICKS, roundoff
+from trials.trial import FULL, Outcome, Trial, counted, run
+
+from lockstep.loading import Splits
+from lockstep.run.config import check
+
+Changes = dict[str, Any]
+Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # from overrides a config, and its data
+LAYOUTS = {
+    "1 device": ("auto", 1),
+    "ddp, 2 devices": ("ddp", 2),
+    "ddp, 3 devices": ("ddp", 3),
+    "dp, 2 devices": ("dp", 2),
+}
+STEPS = FULL + 1  # at least: one epoch
+COLUMNS = {
+    "default": "by default",
+    "exact": "exact=true",
+    "resumed": "killed on ddp 3, resumed on dp 2",
+    "without": "control: without it",
+    "by rank": "control: by rank",
+}
+# What goes wrong where a rank is asked for what belongs to the step (see trials.record), by a word of the overrides.
+BY_RANK = {
+    "callbacks=ema": "decayed",
+    "model.class_weights": "weighted",
+    "data.mix": "seeded",
+    "model.dropout": "seeded",
+}
+
+
+def measure(
+    features: Mapping[str, Sequence[str]], prepared: Prepared, steps: int, folder: Path
+) -> dict[str, list[Row]]:
+    """The rows of each feature, which has a name and overrides. A row's kind is one of COLUMNS."""
+    found = {}
+    for number, (name, overrides) in enumerate(counted(list(features.items()), "feature")):
+        found[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
+    return found
+
+
+def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) -> list[Row]:
+    raw, splits = prepared(overrides)
+    pieces = check(raw).layout.pieces
+    layouts: dict[str, Changes] = {
+        name: {"strategy": {"name": strategy}, "devices": devices, "pieces": pieces, "accumulate_grad_batches": None}
+        for name, (strategy, devices) in LAYOUTS.items()
+    }
+    made = 0
+
+    def outcome(name: str, fault: str | None = None, exact: bool = False, begun_on: str | None = None) -> Outcome:
+        nonlocal made
+        made += 1
+        begun = layouts[begun_on] | {"exact": exact} if begun_on else None
+        trial = Trial(name, layouts[name] | {"exact": exact}, fault, whole=True, begun=begun)
+        return run(trial, raw, steps, splits, folder / f"{made:02d}")
+
+    one, two, three, dp = layouts
+    reference, exact = outcome(one), outcome(one, exact=True)
+    yardsticks = [distances(outcome(one, fault), reference) for fault in YARDSTICKS]
+    tolerance = allowed(yardsticks, roundoff(reference.config.precision))
+    rows = [judge("default", (name, ""), outcome(name), reference, tolerance) for name in (two, three, dp)]
+    rows += [judge("exact", (name, ""), outcome(name, exact=True), exact, tolerance) for name in (two, three, dp)]
+    resumed = outcome(dp, exact=True, begun_on=three)
+    same = resumed.sha256 == exact.sha256 and evaluation(resumed) == evaluation(exact)
+    rows.append(Row("resumed", dp, "", "same bits" if same else "DIFFERENT", same, same_bits=same))
+    plain = run(Trial("", layouts[one], whole=True), *_plain(prepared, steps), folder / "without")
+    rows.append(replace(judge("control", (one, ""), plain, reference, tolerance), kind="without"))
+    for word, fault in BY_RANK.items():
+        if any(override.startswith(word) for override in overrides):
+            row = judge("control", (two, ""), outcome(two, fault), reference, tolerance)
+            rows.append(replace(row, kind="by rank"))
+    return rows
+
+
+def _plain(prepared: Prepared, steps: int) -> tuple[Changes, int, Splits]:
+    raw, splits = prepared([])
+    return raw, steps, splits
+
+
+def table(found: Mapping[str, Sequence[Row]]) -> Table:
+    """A line for each feature; a cell says what its trials came to, or the first that is not as promised."""
+    shown = Table("", *COLUMNS.values(), box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for name, rows in found.items():
+        shown.add_row(name, *(_cell([row for row in rows if row.kind == kind]) for kind in COLUMNS))
+    return shown
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    wrong = next((row for row in rows if not row.passed), None)
+    if wrong:
+        return f"[bold red]{wrong.layout}: {wrong.verdict}[/]"
+    said = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
+    if said == "same to rounding":
+        said += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
+    return f"[green]{said}[/]"
