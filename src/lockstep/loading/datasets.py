@@ -57,13 +57,15 @@ class Source:
     """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
 
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
-    `train` is held out; where `test` is None, nothing is tested.
+    `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
+    `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
     """
 
     train: Any
     test: Any
     spec: Spec
     val: Any = None
+    held_out: Any = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Splits:
     Attributes:
         train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+        balanced: whether an epoch has equally many samples of each class.
+        mix: None, or what mixes the samples of a piece: from images and labels to images and labels [n, classes].
     """
 
     train: Any
@@ -81,6 +85,8 @@ class Splits:
     spec: Spec
     fingerprint: str
     augment: Augment = field(default_factory=Augment)
+    balanced: bool = False
+    mix: Any = None
 
 
 class ArrayDataset:
@@ -135,7 +141,19 @@ def fingerprint(dataset: Any) -> str:
     return hashlib.sha256(f"{type(dataset).__qualname__} {len(dataset)}".encode()).hexdigest()
 
 
-def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
+def labels_of(dataset: Any) -> Ids | None:
+    """The labels of all samples, where a data set can tell them unasked: by an attribute `labels`, or `targets` as
+    torchvision's have."""
+    if type(dataset) is Subset:
+        below = labels_of(dataset.dataset)
+        return None if below is None else below[np.asarray(dataset.indices)]
+    found = getattr(dataset, "labels", getattr(dataset, "targets", None))
+    labels = None if found is None else np.asarray(found)
+    ok = labels is not None and labels.shape == (len(dataset),) and labels.dtype.kind in "iu"
+    return labels.astype(np.int64) if ok and labels is not None else None
+
+
+def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     """The collated samples `ids` of a map-style dataset.
 
     Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
