@@ -16,7 +16,8 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import fetch
 from lockstep.run.opening import open_data
 from project.data import image_folder
-from project.data.image_folder import FolderDataset, decode
+from project.data.folders import class_folders
+from project.data.image_folder import decode
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
@@ -52,7 +53,7 @@ def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
     (cat / "more").mkdir()
     (cat / "0.png").rename(cat / "more" / "0.png")
     (cat / "less").symlink_to("more")
-    names = FolderDataset(root / "train", 8, 3).names.tolist()
+    names = class_folders(root / "train", 8, 3)[0].names.tolist()
     assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
     assert len(names) == 12
 
@@ -88,7 +89,7 @@ def spoil(root: Path, how: str) -> None:
     [
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
-        ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("no test", ["has train/ and neither test/ nor val/", "train would split it"]),
         ("too deep", ["train has only one folder, images; one per class"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
@@ -132,7 +133,7 @@ def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
-    dataset = FolderDataset(write_images(tmp_path) / "train", 8, 3)
+    dataset = class_folders(write_images(tmp_path) / "train", 8, 3)[0]
     whole = dataset.path(4).read_bytes()
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):

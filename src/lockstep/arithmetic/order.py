@@ -59,8 +59,8 @@ def cuts(samples: int, pieces: int) -> list[int]:
 class DataOrder:
     """The order of a training set of `samples` samples, in steps and pieces of the layout's size.
 
-    With the samples' `labels` [samples] an epoch, of the same length, has equally many of each class: of a large class a
-    part, which changes from epoch to epoch, of a small one all, again and again.
+    With the samples' `labels` [samples] an epoch, of the same length, has equally many of each class: of a large class
+    a part, which changes from epoch to epoch, of a small one all, again and again.
     """
 
     samples: int
@@ -78,7 +78,7 @@ class DataOrder:
         return _numbers(self, epoch)
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's sample ids in their order: sorted by their hash with (seed, epoch); with labels, some repeated."""
+        """The epoch's sample ids in their order: by their hash with (seed, epoch); with labels, some repeated."""
         return self.numbers(epoch) % self.samples
 
     def position(self, global_step: int) -> tuple[int, int]:

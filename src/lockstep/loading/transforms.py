@@ -1,4 +1,4 @@
-"""torchvision's transforms, sample by sample; what is random in them follows from (seed, epoch, sample), see `fetch`."""
+"""torchvision's transforms, sample by sample. What is random in them follows from (seed, epoch, sample), by `fetch`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Transformed:
 
         self.dataset, self.key = dataset, key
         self.labels = labels_of(dataset)
+        self.names = getattr(dataset, "names", None)  # of image files
         self.transforms = [*transforms, to_image]
         self._sample = getattr(dataset, "whole", dataset.__getitem__)
         self._shape: torch.Size | None = None
@@ -58,8 +59,8 @@ class Transformed:
         if self._shape not in (None, image.shape):
             sizes = " and ".join(" x ".join(map(str, shape)) for shape in (self._shape, image.shape) if shape)
             raise Refusal(
-                f"{self.key}: gives images of {sizes}; one size for all comes from torchvision.transforms.v2.Resize and "
-                "CenterCrop, or RandomResizedCrop"
+                f"{self.key}: gives images of {sizes}; one size for all comes from RandomResizedCrop, or Resize and "
+                "CenterCrop, of torchvision.transforms.v2"
             )
         return (image, *rest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -120,6 +120,20 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     return replace(splits, **sets, spec=replace(splits.spec, channels=shape[0], image_size=shape[1], **scales))
 
 
+def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's `data` group without what only training takes from it."""
+    kept = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
+    listed = (config.get("transforms") or {}).get("eval")
+    return {**kept, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else kept
+
+
+def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
+    """Images that are to be predicted, after the transforms of evaluation; `config` is the `data` group."""
+    with one_thread():
+        transforms = make_transforms("eval", config.get("transforms") or {}, spec)
+        return transformed(images, transforms, "data.transforms.eval")
+
+
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
     """torchvision's MixUp or CutMix for the classes of a data set; None where none is named."""
     if name is None:
@@ -132,7 +146,10 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
         raise Refusal(f"data.mix={name}: mixes images [n, C, H, W] with one label each, and this data set has others")
     from torchvision.transforms import v2
 
-    return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha or 1.0, num_classes=splits.spec.num_classes)
+    try:
+        return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha or 1.0, num_classes=splits.spec.num_classes)
+    except ValueError:
+        raise Refusal(f"data.mix_alpha={alpha:g}: there is no beta distribution of it; 0.2, say") from None
 
 
 def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None) -> tuple[Any, Any]:
