@@ -59,6 +59,7 @@ class Source:
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
     `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
     `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
+    A run begins with what is said in `about`.
     """
 
     train: Any
@@ -66,6 +67,7 @@ class Source:
     spec: Spec
     val: Any = None
     held_out: Any = None
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Splits:
     augment: Augment = field(default_factory=Augment)
     balanced: bool = False
     mix: Any = None
+    about: str = ""
 
 
 class ArrayDataset:

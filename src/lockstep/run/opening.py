@@ -61,7 +61,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         )
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
-    splits = Splits(train, val, source.test, source.spec, digest, augment, balanced=sampling is not None)
+    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None, about=source.about)
     with one_thread():
         splits = with_transforms(splits, listed)
         splits = replace(splits, mix=mixing(mix, alpha, splits))

@@ -67,8 +67,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         chosen = fast.describe(module, config.compile is not None)
-        for message in (describe(config, splits, steps, folder, chosen), *told(config, splits, resumed)):
-            LOG.info(message)
+        for message in (describe(config, splits, steps, folder, chosen), splits.about, *told(config, splits, resumed)):
+            if message:
+                LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
     del resumed

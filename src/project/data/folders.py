@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from lockstep.loading.datasets import Source
 from project.data.image_folder import EXTENSIONS, images_in
 from project.data.labelled import LabelledFiles, check_headers, image_spec, split
 
-LOG = logging.getLogger("lockstep")
 PARTS = ("train", "val", "test")
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
@@ -70,8 +68,8 @@ def image_folder(
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
         what = "split by data.val_fraction, data.test_fraction and data.split_seed"
     layout = ", ".join(f"{name}/" for name in there) or "a folder per class"
-    LOG.info("image_folder: %s in %s%s", layout, root, what and f"; {what}")
-    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val)
+    about = f"image_folder: {layout} in {root}{what and f'; {what}'}"
+    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val, about=about)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:

@@ -85,10 +85,9 @@ def read(file: Path) -> list[dict[str, str]]:
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
             table = csv.DictReader(text, restkey="more", restval="")
-            rows = list(table)
+            columns, rows = [str(name) for name in table.fieldnames or ()], list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refusal(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
-    columns = [str(name) for name in table.fieldnames or ()]
     if not {"path", "label"} <= set(columns) <= set(COLUMNS) or any("more" in row for row in rows):
         has = ", ".join(columns) or "none"
         raise Refusal(f"{file}: its columns are {has}; expected are path, label, and if you like split")
