@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from conftest import Program, Run, summary_of
 from own_runs import DDP, DP, PIPELINE, go_on, same_bits, train
+from PIL import Image
 from small_data import arrays, config, layout, module, one_line, splits, step_batches
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
@@ -69,21 +72,52 @@ def test_killed_in_mid_epoch_it_goes_on_elsewhere_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_each_of_them_changes_the_result(layouts: dict[str, Run], project: Path, tmp_path: Path) -> None:
-    run = train(project, tmp_path, "LitDigits", *ALL, "data.mix=mixup,cutmix,null", "data.sampling=balanced,null", "-m")
-    found = [summary_of(folder)["weights_sha256"] for folder in run.jobs]
-    assert found[0] == layouts["one"].summary["weights_sha256"]
-    assert len(set(found)) == 6
-    cutmix = "data.mix=cutmix"
-    for name, on in (("ddp", DDP), ("pipeline", PIPELINE)):
-        assert train(project, tmp_path / name, "LitDigits", *ALL, cutmix, *on).summary["weights_sha256"] == found[2]
+def test_mixup_cutmix_and_nothing_are_three_results(layouts: dict[str, Run], project: Path, tmp_path: Path) -> None:
+    sweep = train(project, tmp_path / "sweep", "LitDigits", *ALL, "data.mix=cutmix,null", "-m")
+    cutmix, plain = (summary_of(folder)["weights_sha256"] for folder in sweep.jobs)
+    assert len({cutmix, plain, layouts["one"].summary["weights_sha256"]}) == 3
+    piped = train(project, tmp_path / "pipeline", "LitDigits", *ALL, "data.mix=cutmix", *PIPELINE)
+    assert piped.summary["weights_sha256"] == cutmix
 
 
 @pytest.mark.slow
 def test_what_follows_the_rank_is_seen(project: Path, tmp_path: Path) -> None:
     by_rank = ("MixesByRank", "exact=true", "max_epochs=1")
-    one, ddp = (train(project, tmp_path / "_".join(on), *by_rank, *on) for on in (("devices=1",), DDP))
+    one, ddp = (train(project, tmp_path / name, *by_rank, *ON[name]) for name in ("one", "ddp"))
     assert not same_bits(one, ddp)
+
+
+@pytest.mark.slow
+def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:
+    """Dark and bright images, inverted in evaluation alone: the run, evaluate.py and predict.py take one for the other."""
+    (project / "conf" / "data" / "transforms" / "inverted.yaml").write_text(
+        f"train: null\neval:\n  - _target_: {V2}.RandomInvert\n    p: 1.0\n"
+    )
+    for part, name, number in itertools.product(("train", "test"), ("dark", "bright"), range(12)):
+        file = tmp_path / "images" / part / name / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), number if name == "dark" else 255 - number).save(file)
+
+    def program(name: str, *overrides: str) -> Run:
+        return Program(tmp_path / name, str(project / "src" / f"{name}.py"))(*overrides, cwd=project)
+
+    data = (
+        "data=image_folder",
+        f"data_dir={tmp_path / 'images'}",
+        "data.image_size=8",
+        "data.channels=1",
+        "data.augment=null",
+    )
+    short = ("batch_size=8", "max_epochs=4", "logger=none", "data/transforms=inverted", "num_workers=0")
+    trained = program("train", *data, *short)
+    assert trained.summary["metrics"]["train/loss"] < 0.2
+    assert trained.summary["metrics"]["test/correct"] == 0
+    checkpoint = f"checkpoint={trained.folder}"
+    assert program("evaluate", checkpoint).summary["metrics"]["test/correct"] == 0
+    table = program("predict", checkpoint, f"images={tmp_path / 'images' / 'test'}").folder / "predictions.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 24
+    assert all(row["file"].partition("/")[0] != row["predicted"] for row in rows)
 
 
 # --- transforms -------------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         kept["data_dir"] = raw["data_dir"]
     for group in CARRIED:
         carried, given = (check_group(group, source.get(group)) for source in (trained, raw))
-        carried = for_evaluation(carried) if group == "data" else carried
+        if group == "data":
+            carried, given = for_evaluation(carried), for_evaluation(given)
         if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
             must_be_named(path, group, carried, given)
             given = {**carried, **given}

@@ -116,8 +116,9 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     mean, std = floats.pop() if floats else (splits.spec.mean, splits.spec.std)
     if not {len(mean), len(std)} <= {1, shape[0]}:
         raise Refusal(f"data.transforms: gives {shape[0]} channels, and there are means of {len(mean)}")
-    scales = {"mean": mean * (shape[0] // len(mean)), "std": std * (shape[0] // len(std))}
-    return replace(splits, **sets, spec=replace(splits.spec, channels=shape[0], image_size=shape[1], **scales))
+    mean, std = mean * (shape[0] // len(mean)), std * (shape[0] // len(std))
+    spec = replace(splits.spec, channels=shape[0], image_size=shape[1], mean=mean, std=std)
+    return replace(splits, **sets, spec=spec)
 
 
 def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
