@@ -89,14 +89,14 @@ def test_what_follows_the_rank_is_seen(project: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:
-    """Dark and bright images, inverted in evaluation alone: the run, evaluate.py and predict.py take one for the other."""
+    """Dark and bright images, inverted in evaluation alone, are taken for each other: in the run, and afterwards."""
     (project / "conf" / "data" / "transforms" / "inverted.yaml").write_text(
         f"train: null\neval:\n  - _target_: {V2}.RandomInvert\n    p: 1.0\n"
     )
     for part, name, number in itertools.product(("train", "test"), ("dark", "bright"), range(12)):
         file = tmp_path / "images" / part / name / f"{number}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (8, 8), number if name == "dark" else 255 - number).save(file)
+        Image.new("L", (12, 12), number if name == "dark" else 255 - number).save(file)
 
     def program(name: str, *overrides: str) -> Run:
         return Program(tmp_path / name, str(project / "src" / f"{name}.py"))(*overrides, cwd=project)
@@ -104,7 +104,7 @@ def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tm
     data = (
         "data=image_folder",
         f"data_dir={tmp_path / 'images'}",
-        "data.image_size=8",
+        "data.image_size=12",
         "data.channels=1",
         "data.augment=null",
     )
