@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import fetch
 from lockstep.run.opening import open_data
 from project.data import image_folder
-from project.data.image_folder import FolderDataset, decode
+from project.data.folders import class_folders
+from project.data.image_folder import decode
+from project.data.labelled import split
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
@@ -43,6 +47,63 @@ def test_image_folder(tmp_path: Path) -> None:
     assert (len(open_data(config("image_folder"), str(tmp_path)).val)) == 4
 
 
+LAYOUTS = {
+    ("train", "val", "test"): ((12, 12, 12), "train/, val/, test/ in"),
+    ("train", "test"): ((9, 3, 12), "train/, test/ in .*; a part of train/ validates"),
+    ("train", "val"): ((12, 12, None), "train/, val/ in .*; nothing is tested"),
+    (".",): ((6, 4, 2), "a folder per class in .*; split by"),
+}
+
+
+@pytest.mark.parametrize("parts", LAYOUTS)
+def test_folders_as_people_have_them(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    write_images(tmp_path, parts)
+    (tmp_path / "README.txt").write_text("not an image")
+    found = open_data(config("image_folder", val_fraction=0.25, test_fraction=0.2), str(tmp_path))
+    sizes, says = LAYOUTS[parts]
+    assert tuple(None if part is None else len(part) for part in (found.train, found.val, found.test)) == sizes
+    assert re.match(f"image_folder: {says}", found.about)
+
+
+def names(files: Any) -> set[str]:
+    return set(files.names.tolist())
+
+
+def test_a_flat_folder_is_split_by_class_and_name(tmp_path: Path) -> None:
+    write_images(tmp_path, (".",), each=40)
+
+    def opened(**changes: Any) -> Any:
+        return image_folder(str(tmp_path), val_fraction=0.1, test_fraction=0.2, **changes)
+
+    found = opened()
+    parts = [found.train, found.val, found.test]
+    assert [np.bincount(part.labels).tolist() for part in parts] == [[28, 28], [4, 4], [8, 8]]
+    assert len(set.union(*map(names, parts))) == 80
+    assert names(opened().test) == names(found.test)
+    assert names(opened(split_seed=1).test) != names(found.test)
+    for number in range(40, 44):  # what is added later moves hardly another
+        shutil.copy(tmp_path / "cat" / "0.png", tmp_path / "cat" / f"{number}.png")
+    assert len(names(opened().test) & names(found.test)) >= 13
+    assert split(found.train.part(np.arange(2)), 0.1, 0.1, 0)[1:] == [None, None]
+
+
+def test_transforms_get_files_whole(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    for number, mode in enumerate(("L", "I;16", "RGBA", "P", "1")):  # of other kinds and sizes
+        image = Image.new(mode.replace(";16", "") if mode == "P" else mode, (30 + number, 11))
+        image.save(tmp_path / "train" / "cat" / f"{mode[0]}.png")
+    crop = {"_target_": "torchvision.transforms.v2.RandomResizedCrop", "size": "later:image_size"}
+    found = open_data(config("image_folder", image_size=8, transforms={"train": [crop]}), str(tmp_path))
+    images, _ = fetch(found.train, np.arange(len(found.train)))
+    assert (images.dtype, images.shape[1:]) == (torch.uint8, (3, 8, 8))
+    assert found.test.whole(0)[0].shape == (3, 20, 14)
+    plain = open_data(config("image_folder", image_size=8), str(tmp_path))
+    assert torch.equal(fetch(found.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
+    flip = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}
+    with pytest.raises(Refusal, match="one size for all comes from RandomResizedCrop"):
+        open_data(config("image_folder", transforms={"train": [flip]}), str(tmp_path))
+
+
 def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
     root = write_images(tmp_path / "data")
     cat = root / "train" / "cat"
@@ -52,7 +113,7 @@ def test_a_folder_that_links_lead_to_again_counts_once(tmp_path: Path) -> None:
     (cat / "more").mkdir()
     (cat / "0.png").rename(cat / "more" / "0.png")
     (cat / "less").symlink_to("more")
-    names = FolderDataset(root / "train", 8, 3).names.tolist()
+    names = class_folders(root / "train", 8, 3)[0].names.tolist()
     assert names[:6] == ["cat/1.png", "cat/2.png", "cat/3.png", "cat/4.png", "cat/5.png", "cat/less/0.png"]
     assert len(names) == 12
 
@@ -67,6 +128,8 @@ def spoil(root: Path, how: str) -> None:
         (root / "test").mkdir()
     elif how == "no test":
         (root / "test").rename(root / "other")
+    elif how == "no train":
+        (root / "train").rename(root / "other")
     elif how == "too deep":
         for part in ("train", "test"):
             (root / part).rename(root / "images")
@@ -88,7 +151,8 @@ def spoil(root: Path, how: str) -> None:
     [
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
-        ("no test", ["there is no", "/test", "train/ and test/"]),
+        ("no test", ["has train/ and neither test/ nor val/", "train would split it"]),
+        ("no train", ["has test/ and no train/"]),
         ("too deep", ["train has only one folder, images; one per class"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
@@ -132,7 +196,7 @@ def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
-    dataset = FolderDataset(write_images(tmp_path) / "train", 8, 3)
+    dataset = class_folders(write_images(tmp_path) / "train", 8, 3)[0]
     whole = dataset.path(4).read_bytes()
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):

@@ -24,7 +24,7 @@ from lockstep.run.arguments import keyed
 from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from project.data.files import read_idx
-from project.data.image_folder import FolderDataset
+from project.data.folders import class_folders
 
 SMALL = ("data=synthetic", "data.samples=60", "data.image_size=12")
 
@@ -126,7 +126,7 @@ def test_images(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "some" / ("image.png" if kind == "GIF" else f"image.{kind.lower()}")  # a name may be wrong
     Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path, format=kind)
     content = path.read_bytes()
-    dataset = FolderDataset(tmp_path, image_size=8, channels=3)
+    dataset = class_folders(tmp_path, image_size=8, channels=3)[0]
     assert accepted(lambda: dataset[0])
     for _ in range(60):
         path.write_bytes(mutated(content, rng))

@@ -59,7 +59,10 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=ddp devices=2 +strategy.split=[3]", "strategy.split and strategy=ddp don't go together"),
     ("strategy=pipeline devices=2 strategy.split=3", "strategy.split=3: must be"),
     ("model=vgg", "model=vgg.*fast_cnn, mnist_cnn, resnet18"),
-    ("data=digit", "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, mnist, synthetic"),
+    (
+        "data=digit",
+        "data=digit: did you mean digits.*cifar10, digits, fashion_mnist, image_folder, image_list, mnist, synthetic",
+    ),
     ("optimizer=lion", "optimizer=lion: known: adamw, sgd"),
     ("batchsize=64", "batchsize: there is no such key.*batch_size"),
     ("model.dropuot=0.5", "model.dropuot: there is no such key.*dropout"),
@@ -381,8 +384,11 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
         raw = composed("checkpoint=best.ckpt", *overrides, page="evaluate")
         return config_of(tmp_path / "best.ckpt", record, raw).data
 
-    assert data_of("++data.samples=7") == {**record["config"]["data"], "samples": 7}
-    assert data_of("+data=digits") == composed("data=digits")["data"]
+    of_training = {"mix", "mix_alpha", "sampling"}
+    kept = {name: value for name, value in record["config"]["data"].items() if name not in of_training}
+    assert data_of("++data.samples=7") == {**kept, "samples": 7}
+    digits = data_of("+data=digits")
+    assert (digits["_target_"], "samples" in digits) == ("project.data.digits", False)
     with pytest.raises(BAD_INPUT) as caught:
         data_of("data=digits")
     assert line(caught.value) == "data: there is no such key; +data=<name> adds it"

@@ -7,7 +7,7 @@ generators, 2014), written in integer arithmetic, which no release of a library 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -55,42 +55,59 @@ def cuts(samples: int, pieces: int) -> list[int]:
     return [piece * samples // pieces for piece in range(pieces + 1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DataOrder:
-    """The order of a training set of `samples` samples, in steps and pieces of the layout's size."""
+    """The order of a training set of `samples` samples, in steps and pieces of the layout's size.
+
+    With the samples' `labels` [samples] an epoch, of the same length, has equally many of each class: of a large class
+    a part, which changes from epoch to epoch, of a small one all, again and again.
+    """
 
     samples: int
     layout: Layout
     seed: int
+    labels: NDArray[np.int64] | None = field(default=None, repr=False)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch; the last one holds what is left."""
         return -(-self.samples // self.layout.batch_size)
 
+    def numbers(self, epoch: int) -> NDArray[np.int64]:
+        """What the epoch takes one after the other: sample ids; with labels, `id + samples * how often before`."""
+        return _numbers(self, epoch)
+
     def permutation(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation of the sample ids: ids sorted by their hash with (seed, epoch)."""
-        return _permutation(self.samples, self.seed, epoch)
+        """The epoch's sample ids in their order: by their hash with (seed, epoch); with labels, some repeated."""
+        return self.numbers(epoch) % self.samples
 
     def position(self, global_step: int) -> tuple[int, int]:
         """`(epoch, step of the epoch)` after `global_step` optimizer steps."""
         return divmod(global_step, self.steps_per_epoch)
 
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
-        """The sample ids of step `index` of an epoch, in order."""
+        """The numbers of step `index` of an epoch, in order: without labels, sample ids."""
         size = self.layout.batch_size
-        return self.permutation(epoch)[index * size : (index + 1) * size]
+        return self.numbers(epoch)[index * size : (index + 1) * size]
 
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
-        """The sample ids of each piece of a step; empty where a short last step has fewer samples than pieces."""
-        ids = self.step(epoch, index)
-        at = cuts(len(ids), self.layout.pieces)
-        return [ids[start:stop] for start, stop in pairwise(at)]
+        """The numbers of each piece of a step; empty where a short last step has fewer samples than pieces."""
+        found = self.step(epoch, index)
+        at = cuts(len(found), self.layout.pieces)
+        return [found[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)
-def _permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    return np.argsort(hash64(seed, 0x04DE4, epoch, np.arange(samples)), kind="stable")
+def _numbers(order: DataOrder, epoch: int) -> NDArray[np.int64]:
+    shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
+    if order.labels is None:
+        return shuffled
+    by_class = shuffled[np.argsort(order.labels[shuffled], kind="stable")]  # each class's samples, in the epoch's order
+    _, starts, counts = np.unique(order.labels[by_class], return_index=True, return_counts=True)
+    turn, number = np.divmod(shuffled, len(counts))  # evenly over classes, in an order that has nothing to do with them
+    number = (number + epoch) % len(counts)  # where classes do not divide the epoch, others get one more
+    again, member = np.divmod(turn, counts[number])
+    return by_class[starts[number] + member] + order.samples * again
 
 
 def chunks(samples: int, size: int) -> list[tuple[int, int]]:

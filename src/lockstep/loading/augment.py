@@ -36,11 +36,12 @@ class Augment:
     def __bool__(self) -> bool:
         return self.crop > 0 or self.flip
 
-    def draws(self, seed: int, epoch: int, ids: NDArray[np.int64]) -> Tensor | None:
-        """Uniforms in [0, 1) for the samples `ids`, float32 [n, DRAWS] on the host; None where nothing is augmented."""
+    def draws(self, seed: int, epoch: int | NDArray[np.int64], ids: NDArray[np.int64]) -> Tensor | None:
+        """Uniforms in [0, 1) for the samples `ids`, float32 [n, DRAWS] on the host; None where nothing is augmented.
+        The epoch is one for all, or each sample's own."""
         if not self:
             return None
-        numbers = uniform(hash64(seed, 0xA06, epoch, ids[:, None], np.arange(DRAWS)))
+        numbers = uniform(hash64(seed, 0xA06, np.reshape(epoch, (-1, 1)), ids[:, None], np.arange(DRAWS)))
         return torch.from_numpy((np.floor(numbers * 2**24) * 2**-24).astype(np.float32))  # rounding could give 1.0
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:

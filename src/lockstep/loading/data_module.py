@@ -67,7 +67,7 @@ class DataModule(pl.LightningDataModule):
         self.resident = resident
         self.budget = budget
         self.trains = trains
-        self.order = DataOrder(len(splits.train), layout, seed)
+        self.order = DataOrder(len(splits.train), layout, seed, self.labels if splits.balanced else None)
         self._placed: Splits | None = None
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._like: Tensor | None = None  # a parameter whose dtype images get
@@ -177,6 +177,12 @@ class DataModule(pl.LightningDataModule):
         """The batch that `training_step` sees, but for what the module does to it: `x` [n, C, H, W] augmented and
         normalised, in the module's floating dtype, and what the dataset gives beside it (`y`, int64 [n])."""
         return self._ready(micro_batch.batch, micro_batch.draws)
+
+    def mix(self, batch: Any) -> Any:
+        """A piece's batch whose samples have been mixed: `y` is then [n, classes], in the dtype of `x`."""
+        x, y, *rest = batch
+        x, y = self.splits.mix(x, y)
+        return (x, y.to(x.dtype), *rest)
 
     def _ready(self, batch: Any, draws: Tensor | None = None) -> Any:
         if not isinstance(batch, tuple | list) or not isinstance(batch[0], Tensor):

@@ -58,13 +58,17 @@ class Source:
     """What an opener (`_target_` in conf/data/) returns: map-style datasets of `(image, label)`.
 
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
-    `train` is held out; where `test` is None, nothing is tested.
+    `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
+    `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
+    A run begins with what is said in `about`.
     """
 
     train: Any
     test: Any
     spec: Spec
     val: Any = None
+    held_out: Any = None
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Splits:
     Attributes:
         train, val, test: map-style datasets; `val` is None where nothing is held out, `test` where nothing is tested.
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
+        balanced: whether an epoch has equally many samples of each class.
+        mix: None, or what mixes the samples of a piece: from images and labels to images and labels [n, classes].
     """
 
     train: Any
@@ -82,6 +88,9 @@ class Splits:
     spec: Spec
     fingerprint: str
     augment: Augment = field(default_factory=Augment)
+    balanced: bool = False
+    mix: Any = None
+    about: str = ""
 
 
 class ArrayDataset:
@@ -153,7 +162,7 @@ def labels_of(dataset: Any) -> Ids:
     return found.astype(np.int64)
 
 
-def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int = 0) -> Any:
+def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     """The collated samples `ids` of a map-style dataset.
 
     Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither

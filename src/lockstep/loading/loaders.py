@@ -78,8 +78,8 @@ class StepDataset:
     def _fetch(self, epoch: int, index: int) -> StepBatch:
         step_batch, seed = self._step_batch(epoch, index), self.order.seed
         for micro_batch in step_batch.micro_batches:
-            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, epoch)
-            micro_batch.draws = self.augment.draws(seed, epoch, micro_batch.ids)
+            micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs)
+            micro_batch.draws = self.augment.draws(seed, micro_batch.epochs, micro_batch.ids)
         return step_batch
 
     def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
@@ -97,7 +97,8 @@ class StepDataset:
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
         for micro_batch, batch in zip(micro_batches, zip(*parts, strict=True), strict=True):
             micro_batch.batch = batch
-        draws = self.augment.draws(order.seed, epoch, ids)
+        epochs = np.concatenate([micro_batch.epochs for micro_batch in micro_batches])
+        draws = self.augment.draws(order.seed, epochs, ids)
         if draws is not None:
             for micro_batch, own in zip(micro_batches, draws.split(sizes), strict=True):
                 micro_batch.draws = own
@@ -117,8 +118,9 @@ class StepDataset:
         for micro_batch in self.micro_batches:
             if there := [(device, piece) for device, piece in micro_batch if len(pieces[piece])]:
                 devices, numbers = zip(*there, strict=True)
-                ids = [pieces[piece] for piece in numbers]
-                own.append(MicroBatch(np.concatenate(ids), devices, numbers, tuple(map(len, ids))))
+                taken = [pieces[piece] for piece in numbers]
+                repeats, ids = np.divmod(np.concatenate(taken), order.samples)
+                own.append(MicroBatch(ids, devices, numbers, tuple(map(len, taken)), epoch + (repeats << 32)))
         step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)

@@ -18,6 +18,7 @@ from lockstep.run.build import make_callbacks, make_data, make_module, make_trai
 from lockstep.run.checks import checker, show
 from lockstep.run.config import Config, check
 from lockstep.run.fast import set_up_worker
+from lockstep.run.opening import for_evaluation
 from lockstep.run.schema import OptionalGroup
 from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
@@ -85,6 +86,8 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         kept["data_dir"] = raw["data_dir"]
     for group in CARRIED:
         carried, given = (check_group(group, source.get(group)) for source in (trained, raw))
+        if group == "data":
+            carried, given = for_evaluation(carried), for_evaluation(given)
         if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
             must_be_named(path, group, carried, given)
             given = {**carried, **given}

@@ -45,6 +45,14 @@ class Augment(TypedDict, total=False):
     fill: Literal["zero", "reflect"]
 
 
+@with_config(OURS)
+class Transforms(TypedDict, total=False):
+    """`data.transforms`: what is named by `_target_`, in the order in which images pass."""
+
+    train: list[Group] | None
+    eval: list[Group] | None
+
+
 @with_config(ConfigDict(extra="allow"))
 class Data(TypedDict, total=False):
     """The keys that every data set has; others are options of its opener."""
@@ -52,6 +60,10 @@ class Data(TypedDict, total=False):
     val_fraction: Fraction
     split_seed: FromZero
     augment: Augment | None
+    transforms: Transforms | None
+    mix: Literal["mixup", "cutmix"] | None
+    mix_alpha: Positive | None
+    sampling: Literal["balanced"] | None
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)

@@ -69,7 +69,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         chosen = fast.describe(module, config.compile is not None)
-        for message in (describe(config, splits, steps, folder, chosen), *begun, *told(config, splits, resumed)):
+        begins = describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)
+        for message in filter(None, begins):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train

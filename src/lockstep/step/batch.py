@@ -22,6 +22,8 @@ class MicroBatch:
         devices: for each piece, the device that computes it (its number over all nodes).
         pieces: the pieces' numbers in the step. `batch` holds them one after the other.
         sizes: for each piece its samples, 1 or more.
+        epochs: beside seed and id, what a sample's augmentation is keyed by: the epoch, and in balanced sampling the
+            upper 32 bits say how often the epoch has taken the sample before. Int64 [n].
         batch: the collated samples as the dataset has them; images are `(uint8 [n, C, H, W], int64 [n])`.
         draws: uniforms in [0, 1) that augmentation is driven by, float32 [n, k]; None without augmentation.
     """
@@ -30,6 +32,7 @@ class MicroBatch:
     devices: tuple[int, ...]
     pieces: tuple[int, ...]
     sizes: tuple[int, ...]
+    epochs: NDArray[np.int64]
     batch: Any = None
     draws: Tensor | None = None
 

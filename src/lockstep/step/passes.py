@@ -181,13 +181,22 @@ class StepPasses:
         return self.gradients.strategy.lightning_module
 
     def _batch(self, trainer: Any, micro_batch: MicroBatch, step: int) -> Any:
-        """What `training_step` gets, after the module's own `on_after_batch_transfer`, which mixes images, say."""
-        batch = trainer.datamodule.finish(micro_batch)
-        module = trainer.lightning_module
-        if not overrides(module, "on_after_batch_transfer", pl.LightningModule):
+        """What `training_step` gets: each piece's samples mixed, and then what the module's own
+        `on_after_batch_transfer` makes of them."""
+        data, module = trainer.datamodule, trainer.lightning_module
+        batch = data.finish(micro_batch)
+        changes = [data.mix] if data.splits.mix else []
+        if overrides(module, "on_after_batch_transfer", pl.LightningModule):
+            changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
+        if not changes:
             return batch
         seeds = [batch_seed(self.seed, step, piece) for piece in micro_batch.pieces]
-        change = partial(module.on_after_batch_transfer, dataloader_idx=0)
+
+        def change(batch: Any) -> Any:
+            for each in changes:
+                batch = each(batch)
+            return batch
+
         return trainer.strategy.by_piece(change, batch, micro_batch, seeds)
 
 

@@ -1,0 +1,94 @@
+"""A CSV file that lists images and their labels."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading.datasets import Source
+from project.data.labelled import LabelledFiles, check_headers, image_spec, split
+
+COLUMNS = ("path", "label", "split")
+PARTS = ("train", "val", "test")
+
+
+def image_list(
+    csv: str | None,
+    image_size: int = 32,
+    channels: int = 3,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    split_seed: int = 0,
+) -> Source:
+    """Images that a CSV file lists, in its columns `path` (relative to the file's folder) and `label`. A third one,
+    `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
+
+    Args:
+        csv: the file.
+        image_size: pixels; images are resized and cropped to it.
+        channels: 3 (RGB) or 1 (grey).
+        mean: per channel, of pixels in 0..1; None: ImageNet's.
+        std: likewise.
+        val_fraction: share of each class that is held out for validation.
+        test_fraction: likewise, for the test, where there is no column `split`.
+        split_seed: which ones.
+
+    Raises:
+        Refusal: the file, a column, a path or a label is missing; or there is only one class.
+    """
+    image_spec(image_size, channels, mean, std, ())  # bad options first
+    if not isinstance(csv, str):
+        raise Refusal("data.csv must be given: data.csv=<file>, with the columns path and label")
+    file = Path(csv).expanduser().absolute()
+    rows = read(file)
+    for number, row in enumerate(rows, 2):
+        if not row["path"] or not row["label"]:
+            raise Refusal(f"{file}: row {number} has no {'label' if row['path'] else 'path'}")
+        if row.get("split", "train") not in PARTS:
+            raise Refusal(f"{file}: row {number}: split is {row['split'] or 'empty'}; it must be train, val or test")
+        if not os.path.isfile(file.parent / row["path"]):
+            raise Refusal(f"{file}: row {number}: there is no file {file.parent / row['path']}")
+    labels = {row["label"] for row in rows}
+    classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
+    if len(classes) < 2:
+        raise Refusal(f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected")
+    number_of = {label: number for number, label in enumerate(classes)}
+    numbers = [number_of[row["label"]] for row in rows]
+    files = LabelledFiles(file.parent, [row["path"] for row in rows], numbers, image_size, channels)
+    if "split" in rows[0]:
+        of = np.array([PARTS.index(row["split"]) for row in rows])
+        parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
+        train, val, test = (part if len(part) else None for part in parts)
+        if train is None:
+            raise Refusal(f"{file}: no row has the split train")
+        if val is None:
+            train, val, _ = split(train, val_fraction, 0, split_seed)
+    else:
+        train, val, test = split(files, val_fraction, test_fraction, split_seed)
+    check_headers([files])
+    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val)
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, by column.
+
+    Raises:
+        Refusal: it can't be read, or has other columns.
+    """
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as text:
+            table = csv.DictReader(text, restkey="more", restval="")
+            columns, rows = [str(name) for name in table.fieldnames or ()], list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise Refusal(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+    if not {"path", "label"} <= set(columns) <= set(COLUMNS) or any("more" in row for row in rows):
+        has = ", ".join(columns) or "none"
+        raise Refusal(f"{file}: its columns are {has}; expected are path, label, and if you like split")
+    return rows

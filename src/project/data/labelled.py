@@ -1,0 +1,141 @@
+"""Labelled image files as a data set, and their split into training, validation and test."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.loading.datasets import Spec
+from project.data.image_folder import DEEP, MODES, decode, too_deep
+
+# ImageNet's, the usual choice for photographs; grey: the mean over its channels
+MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
+
+
+class LabelledFiles:
+    """Images that are decoded when they are asked for: the short side becomes `image_size`, the middle is kept.
+    Transforms get them whole.
+
+    Args:
+        root: what the names are relative to.
+        names: of the files.
+        labels: whole numbers, one for each file.
+        image_size: pixels.
+        channels: 1 or 3.
+    """
+
+    streams = True
+    draws = False
+
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: Sequence[int] | NDArray[np.int64],
+        image_size: int,
+        channels: int,
+    ) -> None:
+        self.root = root
+        # Arrays, not lists: counting references to a million strings would copy their memory into every worker.
+        self.names: NDArray[np.str_] = np.asarray(names, dtype=np.str_)
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.image_size = image_size
+        self.channels = channels
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return decode(self.path(index), self.image_size, MODES[self.channels]), int(self.labels[index])
+
+    def whole(self, index: int) -> tuple[Tensor, int]:
+        return decode(self.path(index), None, MODES[self.channels]), int(self.labels[index])
+
+    def path(self, index: int) -> Path:
+        return self.root / str(self.names[index])
+
+    def part(self, ids: NDArray[np.int64]) -> LabelledFiles:
+        return LabelledFiles(self.root, self.names[ids].tolist(), self.labels[ids], self.image_size, self.channels)
+
+    def fingerprint(self) -> str:
+        """Over names, sizes and labels: reading every byte would take too long."""
+        digest = hashlib.sha256(self.labels.tobytes())
+        for index in range(len(self)):
+            digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+
+def image_spec(
+    image_size: int, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, classes: Sequence[str]
+) -> Spec:
+    """What the images are, from the options of an opener.
+
+    Raises:
+        ValueError: an option out of range.
+    """
+    if type(image_size) is not int or image_size < 1:
+        raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
+    if type(channels) is not int or channels not in MODES:
+        raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
+    mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
+    for name, values in {"mean": mean, "std": std}.items():
+        if not isinstance(values, Sequence) or len(values) != channels:
+            raise ValueError(f"{name}={values}: must be {counted(channels, 'number')}, one per channel")
+    if min(mean) < 0:
+        raise ValueError(f"mean={mean}: must be at least 0")
+    if min(std) <= 0:
+        raise ValueError(f"std={std}: must be greater than 0")
+    return Spec(channels, image_size, tuple(classes), tuple(mean), tuple(std))
+
+
+def split(files: LabelledFiles, val_fraction: float, test_fraction: float, seed: int) -> list[LabelledFiles | None]:
+    """Training, validation and test: of each class the shares whose names' hash with `seed` is smallest, one file at
+    least of three. So a file that is added later moves hardly another. A part whose fraction is 0 is None.
+
+    Raises:
+        ValueError: a fraction out of range.
+    """
+    if type(test_fraction) not in (int, float) or not 0 <= test_fraction < 1 - val_fraction:
+        raise ValueError(f"test_fraction={test_fraction}: must be at least 0, and with val_fraction below 1")
+    keyed = (hashlib.sha256(f"{seed} {name}".encode(errors="surrogateescape")).digest() for name in files.names)
+    by_hash = np.argsort(np.array([int.from_bytes(key[:8]) for key in keyed], dtype=np.uint64), kind="stable")
+    part_of = np.zeros(len(files), dtype=np.int64)
+    for label in np.unique(files.labels):
+        members = by_hash[files.labels[by_hash] == label]
+        start = 0
+        for part, fraction in ((1, val_fraction), (2, test_fraction)):
+            least = fraction > 0 and len(members) >= 3
+            stop = min(start + max(round(fraction * len(members)), int(least)), len(members) - 1)
+            part_of[members[start:stop]] = part
+            start = stop
+    parts = [files.part(np.flatnonzero(part_of == part)) for part in range(3)]
+    return [part if len(part) else None for part in parts]
+
+
+def check_headers(parts: Sequence[LabelledFiles]) -> None:
+    """Opens images spread over all parts, as many as time allows: a broken file should not end a run after an hour.
+
+    Raises:
+        Refusal: naming the first that can't be read.
+    """
+    stop = time.monotonic() + CHECK_SECONDS
+    stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
+    for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
+        try:
+            with Image.open(path) as image:
+                deep = too_deep(image)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            raise Refusal(f"{path} can't be read as an image: repair or remove it") from None
+        if deep:
+            raise Refusal(f"{path} has {DEEP}")
+        if time.monotonic() > stop:
+            break

@@ -1,0 +1,302 @@
+"""Transforms of a config, mixed pieces and balanced sampling: on any layout, and refused where they can't be."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Program, Run, summary_of
+from own_runs import DDP, DP, PIPELINE, go_on, same_bits, train
+from PIL import Image
+from small_data import arrays, config, layout, module, one_line, splits, step_batches
+from torch.utils.data import TensorDataset
+from torchvision.transforms import v2
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import DataOrder
+from lockstep.loading import Source, Spec
+from lockstep.loading.augment import Augment
+from lockstep.loading.datasets import fetch
+from lockstep.loading.transforms import Transformed
+from lockstep.run.opening import open_data
+
+V2 = "torchvision.transforms.v2"
+RESIZE = {"_target_": f"{V2}.Resize", "size": [16, 16]}
+FLOAT = {"_target_": f"{V2}.ConvertImageDtype"}
+NORMALIZE = {"_target_": f"{V2}.Normalize", "mean": [0.25], "std": [0.5]}
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+# The last of an epoch's steps has 9 samples in 6 pieces: of one, and of two.
+ALL = (
+    "data/transforms=trivial_augment",  # and RandomErasing
+    "data.augment={crop:1}",
+    "data.sampling=balanced",
+    "data.mix=mixup",
+    "exact=true",
+    "checkpoint_every=5",
+    "num_workers=0",
+)
+ON = {"one": ("devices=1",), "ddp": ("strategy=ddp", "devices=3", "num_workers=1"), "dp": DP}
+
+
+@pytest.fixture(scope="module")
+def layouts(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("layouts")
+    return {name: train(project, folder / name, "Cut", *ALL, *on) for name, on in ON.items()}
+
+
+@pytest.mark.slow
+def test_one_sha256_over_all_layouts(layouts: dict[str, Run]) -> None:
+    assert same_bits(*layouts.values())
+
+
+@pytest.mark.slow
+def test_killed_in_mid_epoch_it_goes_on_elsewhere_with_the_same_bits(
+    layouts: dict[str, Run], project: Path, tmp_path: Path
+) -> None:
+    cut = train(project, tmp_path / "cut", "Cut", *ALL, *DDP, cut="SIGKILL", ok=False)
+    assert cut.returncode == 1, str(cut)
+    resumed = go_on(project, cut, "strategy=dp", "devices=3", "num_workers=1")
+    assert "resumes after step 5" in resumed.stderr
+    assert same_bits(resumed, layouts["one"])
+    evaluate = Program(tmp_path / "evaluated", str(project / "src" / "evaluate.py"))
+    found = evaluate(f"checkpoint={resumed.folder}", "+model._target_=mine.Cut", "precision=64-true", cwd=project)
+    assert found.summary["metrics"]["test/acc"] == resumed.summary["metrics"]["test/acc"]
+
+
+@pytest.mark.slow
+def test_mixup_cutmix_and_nothing_are_three_results(layouts: dict[str, Run], project: Path, tmp_path: Path) -> None:
+    sweep = train(project, tmp_path / "sweep", "LitDigits", *ALL, "data.mix=cutmix,null", "-m")
+    cutmix, plain = (summary_of(folder)["weights_sha256"] for folder in sweep.jobs)
+    assert len({cutmix, plain, layouts["one"].summary["weights_sha256"]}) == 3
+    piped = train(project, tmp_path / "pipeline", "LitDigits", *ALL, "data.mix=cutmix", *PIPELINE)
+    assert piped.summary["weights_sha256"] == cutmix
+
+
+@pytest.mark.slow
+def test_what_follows_the_rank_is_seen(project: Path, tmp_path: Path) -> None:
+    by_rank = ("MixesByRank", "exact=true", "max_epochs=1")
+    one, ddp = (train(project, tmp_path / name, *by_rank, *ON[name]) for name in ("one", "ddp"))
+    assert not same_bits(one, ddp)
+
+
+@pytest.mark.slow
+def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:
+    """Dark and bright images, inverted in evaluation alone, are taken for each other: in the run, and afterwards."""
+    (project / "conf" / "data" / "transforms" / "inverted.yaml").write_text(
+        f"train: null\neval:\n  - _target_: {V2}.RandomInvert\n    p: 1.0\n"
+    )
+    for part, name, number in itertools.product(("train", "test"), ("dark", "bright"), range(12)):
+        file = tmp_path / "images" / part / name / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (12, 12), number if name == "dark" else 255 - number).save(file)
+
+    def program(name: str, *overrides: str) -> Run:
+        return Program(tmp_path / name, str(project / "src" / f"{name}.py"))(*overrides, cwd=project)
+
+    data = (
+        "data=image_folder",
+        f"data_dir={tmp_path / 'images'}",
+        "data.image_size=12",
+        "data.channels=1",
+        "data.augment=null",
+    )
+    short = ("batch_size=8", "max_epochs=4", "logger=none", "data/transforms=inverted", "num_workers=0")
+    trained = program("train", *data, *short)
+    assert trained.summary["metrics"]["train/loss"] < 0.2
+    assert trained.summary["metrics"]["test/correct"] == 0
+    checkpoint = f"checkpoint={trained.folder}"
+    assert program("evaluate", checkpoint).summary["metrics"]["test/correct"] == 0
+    table = program("predict", checkpoint, f"images={tmp_path / 'images' / 'test'}").folder / "predictions.csv"
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 24
+    assert all(row["file"].partition("/")[0] != row["predicted"] for row in rows)
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+
+def synthetic(**changes: Any) -> Any:
+    return open_data(config("synthetic", samples=40, image_size=12, num_classes=3, **changes), "data")
+
+
+def test_a_sample_passes_alike_in_every_layout_and_otherwise_in_the_next_epoch() -> None:
+    dataset = Transformed(arrays(40), [v2.RandomErasing(p=1), v2.RandomAffine(180)], "data.transforms.train")
+    by_id: dict[int, torch.Tensor] = {}
+    for on in (layout(1, 12, 1), layout(3, 12, 4, "dp"), layout(2, 12, 3)):
+        for rank in range(on.world_size):
+            for step_batch in step_batches(module(splits(dataset), on, rank)):
+                for micro_batch in step_batch.micro_batches:
+                    for index, image in zip(micro_batch.ids.tolist(), micro_batch.batch[0], strict=True):
+                        assert torch.equal(by_id.setdefault(index, image), image)
+    assert len(by_id) == 40
+    (again,) = step_batches(module(splits(dataset), layout(1, 40, 1), step=1))[0].micro_batches
+    same = [torch.equal(by_id[i], image) for i, image in zip(again.ids.tolist(), again.batch[0], strict=True)]
+    assert sum(same) < 4
+
+
+def test_what_is_held_out_passes_the_transforms_of_evaluation() -> None:
+    erased = {"_target_": f"{V2}.RandomErasing", "p": 1.0, "scale": [0.9, 0.9], "ratio": [1.0, 1.0]}
+    plain, found = synthetic(), synthetic(transforms={"train": [erased], "eval": None})
+    for part in ("val", "test"):
+        wanted, seen = (fetch(getattr(each, part), np.arange(4))[0] for each in (plain, found))
+        assert torch.equal(wanted, seen)
+    trained, before = (fetch(each.train, np.arange(4))[0] for each in (found, plain))
+    assert (trained == 0).float().mean() > 0.8
+    assert (before == 0).float().mean() < 0.1
+    assert found.fingerprint == plain.fingerprint, "the data are the same"
+    inverted = synthetic(transforms={"eval": [{"_target_": f"{V2}.RandomInvert", "p": 1.0}]})
+    for part in ("val", "test"):
+        wanted, seen = (fetch(getattr(each, part), np.arange(4))[0] for each in (plain, inverted))
+        assert torch.equal(seen, 255 - wanted)
+    assert torch.equal(fetch(inverted.train, np.arange(4))[0], before)
+
+
+def test_the_spec_is_that_of_the_images_that_come_out() -> None:
+    rgb = {"_target_": f"{V2}.Grayscale", "num_output_channels": 3}
+    spec = synthetic(transforms={"train": [rgb, RESIZE], "eval": [rgb, RESIZE]}).spec
+    assert (spec.channels, spec.image_size, len(spec.mean), len(spec.std)) == (3, 16, 3, 3)
+    floats = synthetic(transforms={"train": [FLOAT, NORMALIZE], "eval": [FLOAT, NORMALIZE]})
+    assert (floats.spec.mean, floats.spec.std) == ((0.25,), (0.5,))
+    assert fetch(floats.train, np.arange(2))[0].dtype == torch.float32
+    later = synthetic(transforms={"train": [{"_target_": f"{V2}.RandomCrop", "size": "later:image_size"}]})
+    assert later.spec.image_size == 12
+
+
+def of(name: str, **options: Any) -> dict[str, Any]:
+    return {"_target_": f"{V2}.{name}", **options}
+
+
+FLAT = of("Resize", size=[12, 16])
+TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
+    ([of("RandomFlip")], [], f"train[0]._target_={V2}.RandomFlip: {V2} has no RandomFlip"),
+    ([RESIZE, of("RandomErasing", p=2.0)], [], "train[1]: `p` should be a floating point value in the interval"),
+    ([of("RandAugment", opps=2)], [], "train[0].opps: RandAugment takes no such option"),
+    ([RESIZE, NORMALIZE], [], "train: Normalize: Input tensor should be a float tensor"),
+    ([RESIZE], [], "eval: gives images of 1 x 12 x 12, data.transforms.train of 1 x 16 x 16"),
+    ([FLAT], [FLAT], "gives images of 1 x 12 x 16; they must be square"),
+    ([of("RandomResize", min_size=8, max_size=30)], [], "one size for all comes from RandomResizedCrop"),
+    ([FLOAT, NORMALIZE], [FLOAT], "training and evaluation must normalise alike"),
+    (["trivial"], [], "train=['trivial']: must be a valid dictionary"),
+]
+
+
+@pytest.mark.parametrize(("train", "evaluation", "says"), TRANSFORMS)
+def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        synthetic(transforms={"train": train, "eval": evaluation})
+    assert one_line(error).startswith("data.transforms")
+    assert says in one_line(error), one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"transforms": {"test": []}}, "data.transforms.test: there is no such key"),
+        ({"mix": "mixin"}, "data.mix=mixin: must be 'mixup' or 'cutmix'"),
+        ({"mix_alpha": 0.2}, "data.mix_alpha=0.2: nothing is mixed"),
+        ({"mix": "mixup", "mix_alpha": 1e-320}, "data.mix_alpha=9.99989e-321: there is no beta distribution"),
+        ({"sampling": "even"}, "data.sampling=even: must be 'balanced'"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        synthetic(**changes)
+    assert says in one_line(error), one_line(error)
+
+
+# --- a data set of one's own ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Noisy:
+    """Its training images are random, its labels several numbers, or known when asked for one by one."""
+
+    noise: int
+    several: bool = False
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        label = torch.tensor([index, 1]) if self.several else index % 2
+        return torch.full((1, 8, 8), 10 * self.noise * float(torch.rand(())) + index), label
+
+
+def noisy(several: bool = False, held_out: int | None = None) -> Source:
+    clean = None if held_out is None else Noisy(0) if held_out else TensorDataset(torch.zeros(3, 1))
+    return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), held_out=clean)
+
+
+def opened(**changes: Any) -> Any:
+    return open_data({"_target_": f"{__name__}.noisy", "val_fraction": 0.2, **changes}, "data")
+
+
+def test_an_own_source_says_how_held_out_samples_look() -> None:
+    found = opened(held_out=1)
+    images, labels = fetch(found.val, np.arange(4))
+    assert images[:, 0, 0, 0].tolist() == found.val.indices.tolist()
+    assert labels.tolist() == [index % 2 for index in found.val.indices]
+    assert not set(found.val.indices) & set(found.train.indices)
+    control = opened()
+    assert fetch(control.val, np.arange(4))[0][:, 0, 0, 0].tolist() != control.val.indices.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"held_out": 0}, "the Source's held_out has 3 samples, its train 20"),
+        ({"sampling": "balanced"}, "a Noisy can't say its labels"),
+        ({"mix": "cutmix", "several": True}, "data.mix=cutmix: mixes images [n, C, H, W] with one label each"),
+    ],
+)
+def test_an_own_source_that_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as error:
+        opened(**changes)
+    assert says in one_line(error)
+
+
+# --- balanced sampling ------------------------------------------------------------------------------------------------
+
+
+def test_a_balanced_epoch() -> None:
+    labels = np.repeat([4, 0, 9], [70, 25, 5])[np.random.default_rng(0).permutation(100)]
+    order = DataOrder(100, layout(1, 8, 4), 3, labels)
+    for epoch in range(3):
+        taken = np.concatenate([piece for step in range(order.steps_per_epoch) for piece in order.pieces(epoch, step)])
+        assert len(taken) == len(set(taken.tolist())) == 100, "no sample is taken twice with the same number"
+        ids = order.permutation(epoch)
+        assert np.array_equal(ids, taken % 100)
+        counts = np.bincount(labels[ids], minlength=10)
+        assert sorted(counts[[0, 4, 9]].tolist()) == [33, 33, 34]
+        times = np.bincount(ids, minlength=100)
+        for label, often in ((4, {0, 1}), (0, {1, 2}), (9, {6, 7})):
+            assert set(times[labels == label].tolist()) <= often
+    first, second = (set(order.permutation(epoch).tolist()) for epoch in (0, 1))
+    assert len(first ^ second) > 20, "of a large class, every epoch takes others"
+    halves = labels[order.permutation(0)].reshape(2, 50)
+    assert all(8 <= count <= 26 for half in halves for count in np.bincount(half)[[0, 4, 9]])
+
+
+def test_a_repeated_sample_is_augmented_anew() -> None:
+    dataset = arrays(40, size=6)
+    dataset.labels = torch.tensor([0] * 39 + [1])
+    found = module(splits(dataset, Augment(crop=2)), layout(1, 40, 1))
+    found.order = DataOrder(40, found.layout, 3, dataset.labels.numpy())
+    (micro_batch,) = step_batches(found)[0].micro_batches
+    repeated = micro_batch.ids == 39
+    assert repeated.sum() == 20
+    images = found.finish(micro_batch)[0][torch.from_numpy(repeated)]
+    assert len({image.numpy().tobytes() for image in images}) > 8
+    erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
+    images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs)[0][torch.from_numpy(repeated)]
+    assert len({image.numpy().tobytes() for image in images}) > 15
+    control = fetch(erasing, micro_batch.ids, 3, 0)[0][torch.from_numpy(repeated)]
+    assert len({image.numpy().tobytes() for image in control}) == 1

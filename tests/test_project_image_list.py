@@ -1,0 +1,86 @@
+"""A CSV file of images: read, split, and refused where something is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from small_data import config, one_line
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.opening import open_data
+
+
+def write_list(folder: Path, head: str, rows: list[str], coding: str = "utf-8") -> Path:
+    (folder / "images").mkdir()
+    for number in range(12):
+        Image.new("RGB", (8, 9), (number, 0, 0)).save(folder / "images" / f"{number}.png")
+    (folder / "list.csv").write_text("\n".join([head, *rows]) + "\n", encoding=coding)
+    return folder / "list.csv"
+
+
+def opened(file: Path | None, **changes: Any) -> Any:
+    path = None if file is None else str(file)
+    return open_data(config("image_list", csv=path, image_size=8, **changes), "nowhere")
+
+
+def test_a_list_is_split_by_class(tmp_path: Path) -> None:
+    rows = [f"images/{number}.png,{10 if number % 2 else 9}" for number in range(12)]
+    file = write_list(tmp_path, "path,label", rows, "utf-8-sig")  # as Excel writes it
+    found = opened(file, val_fraction=0.2, test_fraction=0.3)
+    assert found.spec.classes == ("9", "10")
+    counts = [np.bincount(part.labels).tolist() for part in (found.train, found.val, found.test)]
+    assert counts == [[3, 3], [1, 1], [2, 2]]
+    file.write_text("path,label\n" + "\n".join([*rows[1:2], *rows[:1], *rows[2:]]))
+    assert set(opened(file, val_fraction=0.2, test_fraction=0.3).test.names) == set(found.test.names)
+    file.write_text("path,label\n" + "\n".join([rows[0].replace(",9", ",10"), *rows[1:]]))
+    assert opened(file).fingerprint != found.fingerprint
+
+
+def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
+    splits = ["train"] * 8 + ["val"] * 3 + ["test"]
+    rows = [f"{split},images/{number}.png,{'ab'[number % 2]}" for number, split in enumerate(splits)]
+    file = write_list(tmp_path, "split,path,label", rows)
+    found = opened(file)
+    assert [len(part) for part in (found.train, found.val, found.test)] == [8, 3, 1]
+    file.write_text("split,path,label\n" + "\n".join(rows[:8]))
+    found = opened(file, val_fraction=0.25)
+    assert (len(found.train), len(found.val), found.test) == (6, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("head", "row", "says"),
+    [
+        ("path,label", "images/99.png,b", "row 4: there is no file"),
+        ("path,label", ",b", "row 4 has no path"),
+        ("path,label", "images/2.png,", "row 4 has no label"),
+        ("path,label", "images/2.png,a", "only one label, a; two at least are expected"),
+        ("path,label", "images/2.png,b,train", "its columns are path, label; expected are"),
+        (
+            "path,class",
+            "images/2.png,b",
+            "its columns are path, class; expected are path, label, and if you like split",
+        ),
+        ("path;label", "images/2.png;b", "its columns are path;label; expected"),
+        ("path,label,split", "images/2.png,b,dev", "row 2: split is empty; it must be train, val or test"),
+    ],
+)
+def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:
+    file = write_list(tmp_path, head, ["images/0.png,a", "images/1.png,a", row])
+    with pytest.raises(Refusal) as error:
+        opened(file)
+    assert says in one_line(error), one_line(error)
+    assert str(file) in one_line(error)
+
+
+def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
+    for file, says in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
+        with pytest.raises(Refusal) as error:
+            opened(file)
+        assert says in one_line(error)
+    (tmp_path / "empty.csv").touch()
+    with pytest.raises(Refusal, match="its columns are none"):
+        opened(tmp_path / "empty.csv")
