@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, Program, Run, summary_of
+from several import JOB, Site, ended_well
 from small_models import fast_cnn
 
 from lockstep.arithmetic.layout import Refusal
@@ -293,3 +294,15 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
         if "model=timm" not in overrides or importlib.util.find_spec("timm"):
             run = Program(tmp_path)(*overrides, "threads=1", "logger=none", "max_steps=4", "data.val_fraction=0.02")
             assert ("init_from: 26 of 26 tensors" in run.stderr) == ("init_from=last" in overrides)
+
+
+@pytest.mark.slow
+def test_of_two_machines_one_has_the_weights(site: Site, run_train: Program) -> None:
+    task = (*JOB, "max_epochs=1")
+    base = site.finish(0, site.start(0, *task, "name=base")).folder
+    processes = site.start_all("max_epochs=1", "name=tuned", "init_from=last", "seed=3", count=2)
+    tuned = ended_well(site.finish_all(processes), "tuned")
+    one = run_train(*task, "seed=3", f"init_from={base}").summary["weights_sha256"]
+    assert tuned["weights_sha256"] == one
+    fresh = Program(run_train.outputs.with_name("fresh"))(*task, "seed=3")
+    assert fresh.summary["weights_sha256"] != one
