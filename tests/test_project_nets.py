@@ -135,7 +135,13 @@ def test_a_file_of_weights_is_not_asked_for_where_a_checkpoint_brings_them(tmp_p
 def test_a_named_net_is_the_same_bits_on_every_layout(library: str, tmp_path: Path) -> None:
     arch = {"torchvision": "mobilenet_v3_small", "timm": "test_efficientnet"}[library]
     pytest.importorskip(library)
-    run = (f"model={library}", f"model.arch={arch}", "data=synthetic", "data.samples=100", "data.image_size=33")
+    run: tuple[str, ...] = (
+        f"model={library}",
+        f"model.arch={arch}",
+        "data=synthetic",
+        "data.samples=100",
+        "data.image_size=33",
+    )
     run += ("data.num_classes=3", "batch_size=30", "pieces=3", "exact=true", "max_epochs=1", "lr=0.01", "logger=none")
     layouts = {"one": (), "ddp": ("strategy=ddp", "devices=2"), "dp": ("strategy=dp", "devices=3")}
     runs = [Program(tmp_path / name)(*run, *layout) for name, layout in layouts.items()]

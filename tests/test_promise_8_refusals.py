@@ -157,7 +157,7 @@ def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, say
 def test_every_number_of_the_front_page_is_checked() -> None:
     """Not only those above: a word, a NaN or a list in place of any number is refused, and named."""
     raw = composed()
-    texts = {"rdzv_endpoint", "resume", "experiment", "debug"}
+    texts = {"rdzv_endpoint", "init_from", "resume", "experiment", "debug"}
     numbers = {key for key, value in raw.items() if isinstance(value, int | float) or value is None} - texts
     assert len(numbers) > 12
     for key in numbers:

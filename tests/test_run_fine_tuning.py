@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, summary_of
+from conftest import ROOT, Program, Run, summary_of
+from several import JOB, Site, ended_well
 from small_models import fast_cnn
 
 from lockstep.arithmetic.layout import Refusal
@@ -279,3 +283,26 @@ def test_the_last_pattern_that_matches_decides() -> None:
     names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
     assert matching(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
     assert matching(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "fine_tuning.md").read_text()
+    commands = [shlex.split(line)[2:] for line in re.findall(r"^    (python .*)$", page, re.MULTILINE)]
+    assert [command[0].partition("=")[2] for command in commands[2:]] == ["base", "tuned", "head", "parts", "thaw"]
+    for overrides in commands:
+        if "model=timm" not in overrides or importlib.util.find_spec("timm"):
+            run = Program(tmp_path)(*overrides, "threads=1", "logger=none", "max_steps=4", "data.val_fraction=0.02")
+            assert ("init_from: 26 of 26 tensors" in run.stderr) == ("init_from=last" in overrides)
+
+
+@pytest.mark.slow
+def test_of_two_machines_one_has_the_weights(site: Site, run_train: Program) -> None:
+    task = (*JOB, "max_epochs=1")
+    base = site.finish(0, site.start(0, *task, "name=base")).folder
+    processes = site.start_all("max_epochs=1", "name=tuned", "init_from=last", "seed=3", count=2)
+    tuned = ended_well(site.finish_all(processes), "tuned")
+    one = run_train(*task, "seed=3", f"init_from={base}").summary["weights_sha256"]
+    assert tuned["weights_sha256"] == one
+    fresh = Program(run_train.outputs.with_name("fresh"))(*task, "seed=3")
+    assert fresh.summary["weights_sha256"] != one

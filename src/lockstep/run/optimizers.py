@@ -66,7 +66,7 @@ class Factory:
             if self.lr_scale:
                 made.param_groups = self._scaled(made.param_groups)
             return made
-        made = call(self.key, partial(self.make, **kwargs, **self._by_group(*args)), *args)
+        made = call(self.key, partial(self.make, **self._by_group(kwargs.get("optimizer", *args[:1])), **kwargs), *args)
         if isinstance(made, ReduceLROnPlateau):
             monitor = str(self.beside.get("monitor", ""))
             if not monitor:
@@ -93,12 +93,11 @@ class Factory:
                 found.append(part)
         return found
 
-    def _by_group(self, optimizer: Any, *_: Any) -> dict[str, list[float]]:
+    def _by_group(self, optimizer: Any = None) -> dict[str, list[float]]:
         """Options of a schedule that are learning rates, and would be all groups' alike: OneCycleLR's max_lr, say."""
-        scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
-        given = self.make.keywords
-        rates = [name for name in RATES if isinstance(given.get(name), int | float)] if set(scales) != {1.0} else []
-        return {name: [given[name] * scale for scale in scales] for name in rates}
+        scales = [group.get("lr_scale") for group in getattr(optimizer, "param_groups", [{}])]
+        rates = [] if None in scales else [n for n in RATES if isinstance(self.make.keywords.get(n), int | float)]
+        return {name: [self.make.keywords[name] * scale for scale in scales] for name in rates}
 
 
 def steps_per_epoch(config: Config, samples: int) -> int:
