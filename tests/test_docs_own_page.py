@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
-from lockstep.run.build import make_loggers
 from lockstep.run.config import check
 from lockstep.run.library import compose
+from lockstep.run.loggers import make_loggers
 from lockstep.run.opening import open_data
 from project.models import MnistCNN
 

@@ -130,7 +130,7 @@ net:
   num_classes: 10
 """,
     "optimizer/rmsprop": "_target_: torch.optim.RMSprop\n_partial_: true\nalpha: 0.9\nweight_decay: 0.1\n",
-    "logger/rows": "_target_: lightning.pytorch.loggers.CSVLogger\nname: rows\nversion: all\n",
+    "logger/rows": "rows:\n  _target_: lightning.pytorch.loggers.CSVLogger\n  name: rows\n  version: all\n",
     "callbacks/stopping": """
 defaults: [default]
 stopping:

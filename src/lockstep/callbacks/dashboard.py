@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
@@ -51,7 +51,7 @@ class Dashboard(Callback):
             if isinstance(logger, TensorBoardLogger):
                 with aside(trainer):
                     first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
-            else:
+            elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -31,7 +31,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Raises:
         Refusal: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
     """
-    numbers = {name: value for name, value in offers.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = _completed(key, config, numbers)
     makes = options.pop("_partial_", False)
     target = locate(f"{key}._target_", options.pop("_target_"))
@@ -63,14 +63,15 @@ def parameters(target: Any) -> set[str]:
 
 
 def _parameters(target: Any) -> Iterator[inspect.Parameter]:
-    for owner in inspect.getmro(target) if inspect.isclass(target) else [target]:
-        if inspect.isclass(owner) and "__init__" not in vars(owner):
-            continue
+    owners: list[Any] = [target]
+    if inspect.isclass(target):
+        owners = [owner for owner in inspect.getmro(target)[:-1] if "__init__" in vars(owner)]
+    for owner in owners:
         found = inspect.signature(vars(owner)["__init__"] if inspect.isclass(owner) else owner).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         yield from (parameter for parameter in found if parameter.kind in named and parameter.name != "self")
         rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
-        if not inspect.isclass(target):
+        if len(owners) < 2:  # it takes the rest itself
             yield from rest
         if not rest:
             return
