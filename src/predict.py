@@ -1,9 +1,12 @@
 """What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
+from lockstep.run.checks import whole
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
@@ -14,10 +17,12 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.run.supervisor import run_in_workers
     from project.data import ImageFiles
 
-    images = raw.pop("images")
+    images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(find_checkpoint(raw), raw)
-    splits = as_splits(spec, ImageFiles(Path(str(images)).expanduser(), spec.image_size, spec.channels))
-    return run_in_workers(work, config, splits, folder)
+    if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
+        raise Refusal(f"top_k={top_k}: the model knows {spec.num_classes} classes")
+    splits = as_splits(spec, ImageFiles(images, spec.image_size, spec.channels))
+    return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
 
 
 if __name__ == "__main__":
