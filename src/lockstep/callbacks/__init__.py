@@ -3,6 +3,7 @@
 from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
+from lockstep.callbacks.first_page import TensorBoard
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
@@ -20,4 +21,5 @@ __all__ = [
     "Preemption",
     "ReplicaConsistencyCheck",
     "ResumeState",
+    "TensorBoard",
 ]

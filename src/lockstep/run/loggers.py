@@ -108,7 +108,7 @@ def title(folder: Path) -> str:
         )
     )
     told = [each for each in given if each not in common and key(each).partition(".")[0] not in NO_TITLE]
-    return re.sub(r"[^\w.=,+-]+", "_", ",".join(told))[:100].strip("_") or "defaults"
+    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
 
 
 @contextmanager
