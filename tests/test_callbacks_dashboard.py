@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run
+from conftest import Program, Run, summary_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
@@ -115,15 +115,27 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board
 
 
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
-    assert {f"{split}_pictures/{kind}" for kind in ("confusion", "mistakes") for split in ("val", "test")} <= set(
-        board.tags["images"]
-    )
-    drawn = [event.step for event in board.events.Images("val_pictures/confusion")]
-    assert drawn == [6, 12, 18], "each validation, of both lives"
-    assert board.image("test_pictures/confusion").std() > 10, "not a blank page"
+    for kind in ("confusion", "mistakes"):
+        drawn = [[event.step for event in board.events.Images(f"wrong/{split}_{kind}")] for split in ("val", "test")]
+        assert drawn == [[6, 12, 18], [12, 18]], "each validation, of both lives, and their tests"
+    assert board.image("wrong/test_confusion").std() > 10, "not a blank page"
     for name in range(3):
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
-        assert [step for step, _ in board.curve(f"test_class/{name}")] == [12, 18]
+
+
+def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
+    assert min(board.tags["images"] + board.tags["scalars"]) == "headline/run", "it comes first"
+    assert [event.step for event in board.events.Images("headline/run")] == [12, 18], "the end of both lives"
+    state = torch.load(ddp.folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
+    assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
+        tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
+    }
+    drawn = board.image("headline/run")
+    assert drawn.shape == (220, 340, 3)
+    colours = {tuple(pixel) for pixel in drawn.reshape(-1, 3).tolist()}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours, "train and val in two colours"
+    assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
 def test_histograms_of_weights_and_gradients_on_request(board: Board) -> None:
@@ -141,14 +153,12 @@ def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program)
     for folder in run.jobs:
         found = Board(next((folder / "tensorboard").iterdir()))
         pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
-        classes = {tag: found.curve(tag) for tag in found.tags["scalars"] if tag.startswith("test_class")}
-        assert "test_pictures/confusion" in pictures
-        assert classes
-        shown.append((pictures, classes))
+        assert set(pictures) == {"wrong/test_confusion", "wrong/test_mistakes"}
+        shown.append((pictures, float(summary_of(folder)["metrics"]["test/acc"])))
     large, small = shown[::2], shown[1::2]
     assert all(other == large[0] for other in large)
     assert all(other == small[0] for other in small)
-    assert large[0][0]["test_pictures/confusion"] != small[0][0]["test_pictures/confusion"]  # the control
+    assert large[0][0]["wrong/test_confusion"] != small[0][0]["wrong/test_confusion"]  # the control
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------
@@ -171,6 +181,7 @@ def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
     assert list(predictions) == logits[worst].argmax(1).tolist()
     assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
     assert np.array_equal(images, pixels[worst].permute(0, 2, 3, 1))
+    assert Mistakes(Spec(1, 4, ("a", "b")), 5).draw("none").axes, "a picture all the same, beside the confusion matrix"
 
 
 class Own(pl.LightningModule):
@@ -206,5 +217,4 @@ def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     trainer.test(module, datamodule=DataModule(data, layout, seed=0), verbose=False)
     assert not module._forward_hooks
     tags = Board(tmp_path / "tensorboard").tags
-    assert ("test_pictures/confusion" in tags["images"]) is drawn
-    assert ("test_class/0" in tags["scalars"]) is drawn
+    assert ("wrong/test_confusion" in tags["images"]) is drawn

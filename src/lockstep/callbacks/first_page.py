@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch.utils.tensorboard.summary import hparams
 
 COMPARED = ("val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second")  # on the HParams page
-HEIGHT = 2.25  # inches of a picture
+HEIGHT = 2.2  # inches of a picture
 COUNTS = ("/correct", "/count")
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
 
@@ -39,11 +39,11 @@ class TensorBoard(TensorBoardLogger):
 
 
 def figure(height: float, title: str) -> Any:
-    """A matplotlib figure as large as TensorBoard shows pictures, 360 pixels by 225 if it is HEIGHT high: of larger
+    """A matplotlib figure as large as TensorBoard shows pictures, 340 pixels by 220 if it is HEIGHT high: of larger
     ones it leaves out pixels, and letters with them."""
     from matplotlib.figure import Figure  # not pyplot's, which may open a window
 
-    made = Figure((3.6, height), dpi=100, layout="constrained")
+    made = Figure((3.4, height), dpi=100, layout="constrained")
     made.suptitle(title, fontsize=9)
     return made
 

@@ -134,9 +134,8 @@ def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
     if len(classes) > MOST_NUMBERS:
         return made
     ticks, size = range(len(classes)), min(8, 110 / len(classes))
-    axes.set_xticks(
-        ticks, [name[:NAME] for name in classes], rotation=90 if max(map(len, classes)) > 2 else 0, fontsize=8
-    )
+    turned = 90 if max(map(len, classes)) > 2 else 0
+    axes.set_xticks(ticks, [name[:NAME] for name in classes], rotation=turned, fontsize=8)
     axes.set_yticks(ticks, [f"{name[:NAME]} {shares[i][i]:.0%}" for i, name in enumerate(classes)], fontsize=8)
     for (row, column), number in np.ndenumerate(confusion.numpy()):
         if number:

@@ -151,6 +151,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         max_epochs=config.max_epochs,
         max_steps=config.max_steps or -1,
         gradient_clip_val=config.gradient_clip_val,
+        gradient_clip_algorithm=config.gradient_clip_algorithm,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None if config.val_every else 1,
         log_every_n_steps=config.log_every,

@@ -77,7 +77,6 @@ class Strategy(StrategyOptions):
 FREE: TypeAlias = Literal[
     "benchmark",
     "detect_anomaly",
-    "gradient_clip_algorithm",
     "inference_mode",
     "limit_test_batches",
     "limit_val_batches",
@@ -139,6 +138,7 @@ class Kept:
     optimizer: Group = field(default_factory=dict)
     scheduler: Group = field(default_factory=dict)
     gradient_clip_val: Positive | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     checkpoint_every: Whole | None = None
     log_every: Whole = 50
     resume: Text | None = None
