@@ -101,7 +101,7 @@ def locate(key: str, target: str) -> Any:
     return found
 
 
-def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
     """A config for Hydra: names checked, what is known later put in, numbers given to nested targets that take them."""
     target = locate(f"{key}._target_", str(config.get("_target_")))
     takes = parameters(target)
@@ -119,7 +119,7 @@ def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float]
     return options
 
 
-def _value(key: str, value: Any, numbers: Mapping[str, float]) -> Any:
+def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     if isinstance(value, Mapping):
         if "_target_" not in value:
             return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}
