@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import dashboard
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -159,6 +160,16 @@ def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program)
     assert all(other == large[0] for other in large)
     assert all(other == small[0] for other in small)
     assert large[0][0]["wrong/test_confusion"] != small[0][0]["wrong/test_confusion"]  # the control
+
+
+def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
+    for _ in range(2):  # what is there stays
+        dashboard.link(ddp.outputs, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    title = entry.name.partition(" - ")[0]
+    assert "strategy=ddp devices=2 log_every=2" in title
+    assert not re.search("threads|outputs|callbacks", title)
+    assert entry.resolve() == next((ddp.folder / "tensorboard").iterdir())
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------

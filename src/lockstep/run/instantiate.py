@@ -26,7 +26,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Args:
         key: where the config stands, for messages.
         offers: further arguments, passed on where the target takes one of that name and the config gives none. Numbers
-            are offered to nested targets too, and are what `later:<name>` stands for.
+            and texts are offered to nested targets too, and are what `later:<name>` stands for.
 
     Raises:
         Refusal: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
