@@ -29,7 +29,7 @@ sweep: setup ## many runs, e.g. make sweep ARGS="strategy=dp,ddp devices=1,2"
 	@$(BIN)/python src/train.py -m $(ARGS)
 
 dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port 6007"
-	@$(BIN)/tensorboard --logdir outputs --host 127.0.0.1 $(ARGS)
+	@$(BIN)/python scripts/dashboard.py outputs --host 127.0.0.1 $(ARGS)
 
 quick: setup ## the tests without the whole-run proofs
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)

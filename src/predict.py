@@ -1,9 +1,12 @@
 """What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
+from lockstep.run.checks import whole
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
@@ -15,11 +18,13 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.run.supervisor import run_in_workers
     from project.data import ImageFiles
 
-    images = raw.pop("images")
+    images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(find_checkpoint(raw), raw)
-    files = ImageFiles(Path(str(images)).expanduser(), spec.image_size, spec.channels)
+    if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
+        raise Refusal(f"top_k={top_k}: the model knows {spec.num_classes} classes")
+    files = ImageFiles(images, spec.image_size, spec.channels)
     splits = as_splits(spec, as_evaluated(files, config.data, spec))
-    return run_in_workers(work, config, splits, folder)
+    return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import dashboard
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run
+from conftest import Program, Run, summary_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
@@ -63,7 +64,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def board(ddp: Run) -> Board:
-    return Board(ddp.folder / "tensorboard")
+    return Board(next((ddp.folder / "tensorboard").iterdir()))
 
 
 def test_no_step_is_shown_twice(board: Board) -> None:
@@ -111,19 +112,31 @@ def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board
     assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
     for name in metrics - {"workers/samples_per_second"}:
         assert board.curve(name)[-1] == (18, float(np.float32(ddp.summary["metrics"][name])))
-    assert not [path for path in (ddp.folder / "tensorboard").iterdir() if path.is_dir()], "one run, one entry"
+    assert len({path.parent for path in ddp.folder.rglob("*tfevents*")}) == 1, "one run, one entry"
 
 
 def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
-    assert {f"{split}_pictures/{kind}" for kind in ("confusion", "mistakes") for split in ("val", "test")} <= set(
-        board.tags["images"]
-    )
-    drawn = [event.step for event in board.events.Images("val_pictures/confusion")]
-    assert drawn == [6, 12, 18], "each validation, of both lives"
-    assert board.image("test_pictures/confusion").std() > 10, "not a blank page"
+    for kind in ("confusion", "mistakes"):
+        drawn = [[event.step for event in board.events.Images(f"wrong/{split}_{kind}")] for split in ("val", "test")]
+        assert drawn == [[6, 12, 18], [12, 18]], "each validation, of both lives, and their tests"
+    assert board.image("wrong/test_confusion").std() > 10, "not a blank page"
     for name in range(3):
         assert [step for step, _ in board.curve(f"val_class/{name}")] == [6, 12, 18]
-        assert [step for step, _ in board.curve(f"test_class/{name}")] == [12, 18]
+
+
+def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
+    assert min(board.tags["images"] + board.tags["scalars"]) == "headline/run", "it comes first"
+    assert [event.step for event in board.events.Images("headline/run")] == [12, 18], "the end of both lives"
+    state = torch.load(ddp.folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
+    assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
+        tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
+    }
+    drawn = board.image("headline/run")
+    assert drawn.shape == (220, 340, 3)
+    colours = {tuple(pixel) for pixel in drawn.reshape(-1, 3).tolist()}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours, "train and val in two colours"
+    assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
 def test_histograms_of_weights_and_gradients_on_request(board: Board) -> None:
@@ -139,16 +152,24 @@ def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program)
     run = run_evaluate(*options, "devices=1,3", "++data.samples=205,10", "-m")
     shown = []
     for folder in run.jobs:
-        found = Board(folder / "tensorboard")
+        found = Board(next((folder / "tensorboard").iterdir()))
         pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
-        classes = {tag: found.curve(tag) for tag in found.tags["scalars"] if tag.startswith("test_class")}
-        assert "test_pictures/confusion" in pictures
-        assert classes
-        shown.append((pictures, classes))
+        assert set(pictures) == {"wrong/test_confusion", "wrong/test_mistakes"}
+        shown.append((pictures, float(summary_of(folder)["metrics"]["test/acc"])))
     large, small = shown[::2], shown[1::2]
     assert all(other == large[0] for other in large)
     assert all(other == small[0] for other in small)
-    assert large[0][0]["test_pictures/confusion"] != small[0][0]["test_pictures/confusion"]  # the control
+    assert large[0][0]["wrong/test_confusion"] != small[0][0]["wrong/test_confusion"]  # the control
+
+
+def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
+    for _ in range(2):  # what is there stays
+        dashboard.link(ddp.outputs, tmp_path)
+    (entry,) = tmp_path.iterdir()
+    title = entry.name.partition(" - ")[0]
+    assert "strategy=ddp devices=2 log_every=2" in title
+    assert not re.search("threads|outputs|callbacks", title)
+    assert entry.resolve() == next((ddp.folder / "tensorboard").iterdir())
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------
@@ -171,6 +192,7 @@ def test_the_worst_mistakes_and_their_pixels_are_kept() -> None:
     assert list(predictions) == logits[worst].argmax(1).tolist()
     assert sure == pytest.approx(logits[worst].softmax(1).amax(1).tolist())
     assert np.array_equal(images, pixels[worst].permute(0, 2, 3, 1))
+    assert Mistakes(Spec(1, 4, ("a", "b")), 5).draw("none").axes, "a picture all the same, beside the confusion matrix"
 
 
 class Own(pl.LightningModule):
@@ -206,5 +228,4 @@ def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     trainer.test(module, datamodule=DataModule(data, layout, seed=0), verbose=False)
     assert not module._forward_hooks
     tags = Board(tmp_path / "tensorboard").tags
-    assert ("test_pictures/confusion" in tags["images"]) is drawn
-    assert ("test_class/0" in tags["scalars"]) is drawn
+    assert ("wrong/test_confusion" in tags["images"]) is drawn

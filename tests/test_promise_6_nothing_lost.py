@@ -92,7 +92,7 @@ def same_end(run: Run, undisturbed: Run) -> None:
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard's server shows of a run: (step, value) of every curve."""
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0})
+    events = EventAccumulator(str(next((folder / "tensorboard").iterdir())), size_guidance={"tensors": 0})
     events.Reload()
     return {
         tag: [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(tag)]

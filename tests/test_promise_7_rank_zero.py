@@ -82,7 +82,7 @@ def test_a_run_is_one_folder(ddp: Run) -> None:
     assert (summary["epochs"], summary["samples_seen"], summary["seed"]) == (2, 2 * 185, 3)
     layout = summary["layout"]
     assert (layout["strategy"], layout["devices"], layout["pieces"], layout["piece_size"]) == ("ddp", 2, 2, 16)
-    assert list((ddp.folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert list((ddp.folder / "tensorboard").glob("*/events.out.tfevents.*"))
     assert (ddp.folder / "rank_1.log").is_file()
     assert not (ddp.folder / "rank_0.log").exists()
 

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import Program, Run, composed
-from PIL import Image
+from PIL import Image, ImageOps
 
 import evaluate
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
 from lockstep.loading import Spec
+from lockstep.run import prediction
 from project.data import ImageFiles
 from project.models import MnistCNN
 
@@ -110,6 +111,69 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     assert [json.loads((folder / "summary.json").read_text())["broken"] for folder in run.jobs] == [[BROKEN]] * 2
 
 
+def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> None:
+    """And what a spreadsheet would compute is text in it."""
+    folder, formula = tmp_path / "more", "=1+1.png"
+    shutil.copytree(images_of(trained) / CLASSES[0], folder)
+    shutil.copy(folder / "00.png", tmp_path / formula)
+    (tmp_path / "list.txt").write_text(f"more/01.png\n\n{formula}\n")
+    (tmp_path / "list.csv").write_text("label,file\n3,more/02.png\n")
+    images = f"images=[list.txt,{folder / '03.png'},list.csv,'{formula}']"
+    predict = Program(tmp_path / "outputs", "src/predict.py")
+    run = predict(f"checkpoint={trained.folder}", images, "top_k=2", cwd=tmp_path)
+    rows = table(run.folder / "predictions.csv")
+    assert list(rows[0]) == ["file", "predicted", "probability", "predicted_2", "probability_2"]
+    files = ["more/01.png", f"./{formula}", str(folder / "03.png"), "more/02.png", f"./{formula}"]
+    assert [row["file"] for row in rows] == files
+    expected = by_hand(trained, [f"{CLASSES[0]}/{name}.png" for name in ("01", "00", "03", "02", "00")]).topk(2)
+    for row, sure, likely in zip(rows, expected.values.tolist(), expected.indices.tolist(), strict=True):
+        assert [row["predicted"], row["predicted_2"]] == [CLASSES[label] for label in likely]
+        assert [float(row["probability"]), float(row["probability_2"])] == pytest.approx(sure, abs=2e-6)
+    assert re.search(r"5 images, \d+ images/s: ", run.stderr)
+    ImageFiles([str(folder), str(folder / "01.png")], SIZE, 3)  # the control
+    for given, said in (("list.csv", "there is no .*gone.png"), ("gone.png", "no such file or folder")):
+        (tmp_path / "list.csv").write_text("gone.png\n")
+        with pytest.raises(Refusal, match=said):
+            ImageFiles([str(folder), str(tmp_path / given)], SIZE, 3)
+
+
+def test_names_of_classes_are_no_formulas(tmp_path: Path) -> None:
+    ids, rows = torch.tensor([0, -1]), torch.tensor([[0.25, 0.75], [1.0, 0.0]], dtype=torch.float64)
+    assert prediction.write(tmp_path / "table.csv", ["@a.png", "b.png"], ["-", "=2+5"], ids, rows) == ["b.png"]
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0] == "file,predicted,probability,'-,'=2+5"
+    assert lines[1:] == ["./@a.png,'=2+5,0.750000,0.250000,0.750000", "b.png,,,,"]
+
+
+def test_a_module_says_what_it_predicts(trained: Run, project: Path, tmp_path: Path) -> None:
+    """Numbers that are no probabilities of the classes are written as they are."""
+    task = ("data=image_folder", f"data_dir={tmp_path}", f"data.image_size={SIZE}", "data.channels=1", "model=mine")
+    for part in ("train", "test"):
+        paint(tmp_path / part, 6, seed=1)
+    (tmp_path / "train" / "third").mkdir()
+    (tmp_path / "test" / "third").mkdir()
+    for part in ("train", "test"):
+        shutil.copy(tmp_path / part / CLASSES[0] / "00.png", tmp_path / part / "third")
+    for name, columns in (("MultiLabel", [*CLASSES, "third"]), ("Regression", ["value_0"])):
+        train = Program(tmp_path / name, str(project / "src/train.py"))
+        run = train(*task, f"model._target_=mine.{name}", "batch_size=4", "max_steps=2", "threads=1", "logger=none")
+        given = (f"checkpoint={run.folder}", f"+model._target_=mine.{name}", f"images={tmp_path / 'test'}")
+        predict = Program(tmp_path / f"{name}_told", str(project / "src/predict.py"))
+        rows = table(predict(*given).folder / "predictions.csv")
+        assert list(rows[0]) == ["file", *columns]
+        found = torch.tensor([[float(row[column]) for column in columns] for row in rows])
+        last = sorted((run.folder / "checkpoints").glob("*.ckpt"))[0]
+        state = checkpoint_io.load(last)["state_dict"]
+        files = [Image.open(tmp_path / "test" / row["file"]).convert("L") for row in rows]
+        x = torch.stack([torch.from_numpy(np.array(ImageOps.fit(file, (SIZE, SIZE), 2))) for file in files])
+        hidden = ((x.flatten(1) / 255 - 0.449) / 0.226) @ state["net.1.weight"].T + state["net.1.bias"]
+        scores = hidden.relu() @ state["net.3.weight"].T + state["net.3.bias"]
+        assert (found - (scores.sigmoid() if name == "MultiLabel" else scores[:, :1] - 5)).abs().max() < 1e-5
+    refused = predict(*given, "top_k=1", ok=False)
+    assert refused.returncode == 2
+    assert "top_k=1: the model's predict_step returns no probabilities of its classes" in refused.stderr
+
+
 def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path) -> None:
     """Whose names differ in a capital: sorted, they would get each other's labels."""
     for part in ("train", "test"):
@@ -143,7 +207,7 @@ def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_pat
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "no image in it; known: .jpg")):
+    for folder, said in ((tmp_path / "nowhere", "no such file or folder"), (tmp_path, "no image in it; known: .jpg")):
         with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):
             ImageFiles(folder, SIZE, 3)
     with pytest.raises(Refusal, match="1 or 3 channels, the model was trained on 4"):

@@ -16,10 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
-from lockstep.run.build import make_loggers
 from lockstep.run.config import check
 from lockstep.run.instantiate import instantiate
 from lockstep.run.library import compose
+from lockstep.run.loggers import make_loggers
 from lockstep.run.resume import key
 
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
@@ -69,7 +69,7 @@ def test_mixed_labels_and_weighted_classes_of_a_classifier(project: Path, tmp_pa
 
 def train_loss(run: Run) -> list[tuple[int, float]]:
     """The curve of `train_loss` as TensorBoard shows it."""
-    events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(next((run.folder / "tensorboard").iterdir())), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars("train_loss")]
 
 

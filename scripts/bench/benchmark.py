@@ -32,6 +32,7 @@ from parts.accuracy import accuracy
 from parts.epochs import epoch
 from parts.gpu import gpu
 from parts.players import Row
+from parts.predictions import predict
 from rich import box
 from rich.table import Table
 from showing import wide_console
@@ -49,6 +50,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "pieces": lambda folder, _: steps.pieces(folder),
     "accuracy": lambda _, data_dir: accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
+    "predict": lambda folder, _: predict(folder),
     "gpu": lambda folder, _: gpu(folder),
 }
 NEED_MNIST = {"epoch", "accuracy"}

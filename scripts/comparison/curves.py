@@ -48,7 +48,7 @@ def _points(folder: Path) -> dict[str, list[Point]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sessions = []
-    for path in folder.glob("events.out.tfevents.*"):
+    for path in folder.rglob("events.out.tfevents.*"):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
         if found := {tag: events.Scalars(tag) for tag in events.Tags()["scalars"] if tag in NAMES}:
             first = min(series[0].wall_time for series in found.values())

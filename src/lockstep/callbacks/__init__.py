@@ -4,6 +4,7 @@ from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.ema import EMA
+from lockstep.callbacks.first_page import TensorBoard
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
@@ -22,4 +23,5 @@ __all__ = [
     "Preemption",
     "ReplicaConsistencyCheck",
     "ResumeState",
+    "TensorBoard",
 ]

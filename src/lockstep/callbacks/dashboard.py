@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import first_page
+from lockstep.callbacks.first_page import boards, draw
 from lockstep.callbacks.meter import aside, find
+from lockstep.launch.signals import Interrupted
+from lockstep.step.loop import is_last_step
+from lockstep.step.passes import overrides
 
+PICTURE_SECONDS = 60.0  # least time between two pictures of the run
+MOST_POINTS = 1000  # of a training curve in the picture
 HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
 
@@ -21,8 +28,9 @@ class Dashboard(Callback):
     """Writes to the Trainer's loggers, from rank zero, whenever `Meter` has measured: what `Meter.latest` holds, and
     `train/lr` and `train/grad_norm` (global norm of the step's gradient after all sums, before clipping) of that step.
 
-    TensorBoard also gets what `first_page` has: the page of curves that matter, start-up line and config as text, a row
-    of the HParams page. Other loggers get the hyper-parameters of that row.
+    TensorBoard also gets what `first_page` has: the run in one picture (`headline/run`: status, best validation, test,
+    speed, loss and accuracy; after a validation once a minute at most, and at the end), the page of curves that matter,
+    start-up line and config as text, a row of the HParams page. Other loggers get the hyper-parameters of that row.
 
     Args:
         config: resolved config, plain containers.
@@ -36,6 +44,8 @@ class Dashboard(Callback):
         self._headline = headline
         self._histograms = histograms
         self._next_histograms = 0.0
+        self._next_picture = time.monotonic() + PICTURE_SECONDS
+        self._curves: dict[str, list[tuple[int, float]]] = {}  # of the picture, since the run began
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -51,7 +61,7 @@ class Dashboard(Callback):
             if isinstance(logger, TensorBoardLogger):
                 with aside(trainer):
                     first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
-            else:
+            elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -75,19 +85,66 @@ class Dashboard(Callback):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
+            self._keep(trainer.global_step, self._meter.latest, "train/")
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **shown}, trainer.global_step)
                 if not isinstance(logger, TensorBoardLogger):  # which writes by itself
                     logger.save()
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep(trainer.global_step, {tag: float(value) for tag, value in trainer.callback_metrics.items()}, "val/")
+        if time.monotonic() >= self._next_picture and not is_last_step(trainer):
+            self._picture(trainer, "running")
+            self._next_picture = time.monotonic() + PICTURE_SECONDS
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not (data and data.splits.test is not None and overrides(pl_module, "test_step", LightningModule)):
+            self._picture(trainer, "completed")
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._picture(trainer, "completed")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        asked = isinstance(exception, Interrupted | KeyboardInterrupt)
+        with suppress(OSError):  # a full disk, say
+            self._picture(trainer, "interrupted" if asked else "failed")
+
+    def _keep(self, step: int, found: Mapping[str, float], split: str) -> None:
+        for tag in (f"{split}loss", f"{split}acc"):
+            if tag in found:
+                self._curves.setdefault(tag, []).append((step, found[tag]))
+                if split == "train/" and len(self._curves[tag]) > MOST_POINTS:
+                    del self._curves[tag][1::2]
+
+    def _picture(self, trainer: Trainer, status: str) -> None:
+        found = boards(trainer) if trainer.is_global_zero and self._curves else []
+        if not found:
+            return
+        with aside(trainer):
+            said = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
+            if points := self._curves.get("val/acc"):
+                best, step = max((acc, step) for step, acc in points)
+                said += f"\nbest val/acc {best:.4f} (step {step})"
+            if "test/acc" in trainer.callback_metrics:
+                said += f", test/acc {float(trainer.callback_metrics['test/acc']):.4f}"
+            for board in found:
+                board.experiment.add_figure("headline/run", draw(self._curves, said), trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"curves": self._curves}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._curves = state_dict["curves"]
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # What was drawn before a checkpoint is never drawn again, so it must be on the disk.
-        for board in first_page.boards(trainer) if trainer.is_global_zero else []:
+        for board in boards(trainer) if trainer.is_global_zero else []:
             board.experiment.flush()
 
     def _add_histograms(self, trainer: Trainer, module: LightningModule) -> None:
         step = trainer.global_step + 1  # the one that is about to end
-        for board in first_page.boards(trainer):
+        for board in boards(trainer):
             for name, parameter in module.named_parameters():
                 if not trainer.strategy.holds(parameter):  # type: ignore[attr-defined]
                     continue  # it is another stage's

@@ -1,8 +1,8 @@
-"""What TensorBoard shows at first sight: a page of the curves that matter, the run as text, its row of HParams."""
+"""What TensorBoard shows at first sight: the run in one picture, a page of the curves that matter, texts, HParams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 from torch.utils.tensorboard.summary import hparams
 
 COMPARED = ("val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second")  # on the HParams page
+HEIGHT = 2.2  # inches of a picture
+COUNTS = ("/correct", "/count")
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
 
 FORKED = "(_step|_epoch)?"  # what Lightning adds to a name that is logged both at steps and at epochs' ends
@@ -26,6 +28,39 @@ CHARTS = {
     "norm of the gradient": ["^train/grad_norm$"],
     "learning rate": ["^train/lr$"],
 }
+
+
+class TensorBoard(TensorBoardLogger):
+    """Lightning's, without what is no news as a curve: the epoch, a straight line, and counts, which are accuracies."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        shown = {tag: value for tag, value in metrics.items() if tag != "epoch" and not tag.endswith(COUNTS)}
+        super().log_metrics(shown, step)
+
+
+def figure(height: float, title: str) -> Any:
+    """A matplotlib figure as large as TensorBoard shows pictures, 340 pixels by 220 if it is HEIGHT high: of larger
+    ones it leaves out pixels, and letters with them."""
+    from matplotlib.figure import Figure  # not pyplot's, which may open a window
+
+    made = Figure((3.4, height), dpi=100, layout="constrained")
+    made.suptitle(title, fontsize=9)
+    return made
+
+
+def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
+    """Loss and accuracy of training and validation, by tag; a figure."""
+    made = figure(HEIGHT, title)
+    for axes, name in zip(made.subplots(1, 2), ("loss", "acc"), strict=True):
+        for split, style in (("train", "C0-"), ("val", "C1o-")):
+            if points := curves.get(f"{split}/{name}"):
+                axes.plot(*zip(*points, strict=True), style, label=split, linewidth=1.2, markersize=2.5)
+                axes.legend(fontsize=8, frameon=False)
+        axes.set_title(name, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.locator_params(axis="x", nbins=3)
+        axes.grid(alpha=0.3)
+    return made
 
 
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,21 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.first_page import boards
+from lockstep.callbacks.first_page import HEIGHT, boards, figure
 from lockstep.callbacks.meter import aside
 from lockstep.loading import Spec
 from lockstep.step.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
-COLUMNS = 6  # of mistakes
+COLUMNS = 5  # of mistakes
+NAME = 7  # characters of a class's name
 
 
 class Pictures(Callback):
-    """Shows on TensorBoard, of each validation and of the test, the accuracy of each class (`val_class/<class>`); and
-    after the test, or where there is none after the last validation, and after others now and then the confusion matrix
-    and the worst mistakes.
+    """Shows on TensorBoard the accuracy of each class after each validation (`val_class/<class>`); and after the test,
+    or where there is none after the last validation, and after others now and then the confusion matrix and the worst
+    mistakes (`wrong/`), both of the same samples.
 
     It listens to what `forward` returns in evaluation, so it serves any module that calls `self(x)` on `(x, y)` and
     gets logits or log-probabilities, one for each of the data's classes; nothing is drawn for others. Every rank counts
@@ -39,7 +40,7 @@ class Pictures(Callback):
         mistakes: images that are shown, those with the largest loss.
     """
 
-    def __init__(self, seconds: float = 60.0, mistakes: int = 24) -> None:
+    def __init__(self, seconds: float = 60.0, mistakes: int = 10) -> None:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
             raise Refusal(f"callbacks.pictures.seconds={seconds}: must be a number of at least 0")
         if isinstance(mistakes, bool) or not isinstance(mistakes, int) or mistakes < 1:
@@ -96,10 +97,10 @@ class Pictures(Callback):
                 self._mistakes.gather(trainer)
             if not trainer.is_global_zero or not confusion.any():
                 return
-            if len(confusion) <= MOST_CLASSES:
+            if split == "val" and len(confusion) <= MOST_CLASSES:
                 hits, counts = confusion.diagonal().tolist(), confusion.sum(dim=1).tolist()
                 rows = zip(self._mistakes.classes, hits, counts, strict=True)
-                accuracies = {f"{split}_class/{name}": hit / count for name, hit, count in rows if count}
+                accuracies = {f"val_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
                     board.log_metrics(accuracies, trainer.global_step)
             if drawn:
@@ -112,25 +113,35 @@ class Pictures(Callback):
     on_exception = _leave
 
     def _draw(self, trainer: Trainer, confusion: Tensor, split: str) -> None:
-        from matplotlib.figure import Figure  # not pyplot's, which may open a window
-
-        right, count = int(confusion.diagonal().sum()), int(confusion.sum())
-        figures: dict[str, Any] = {}
+        step, right, count = trainer.global_step, int(confusion.diagonal().sum()), int(confusion.sum())
+        figures = {"mistakes": self._mistakes.draw(f"{split}, step {step}: the worst of {count - right:,} mistakes")}
         if len(confusion) <= MOST_CLASSES:
-            numbers = len(confusion) <= MOST_NUMBERS
-            size = 3 + len(confusion) * (0.4 if numbers else 0.15)
-            figure = figures["confusion"] = Figure((size, size), layout="constrained")
-            figure.suptitle(f"step {trainer.global_step}: {right:,} of {count:,} right")
-            axes = figure.add_subplot()
-            self._confusion.plot(confusion, axes, labels=self._mistakes.classes, add_text=numbers, cmap="Blues")
-        if self._mistakes.worst:
-            rows = -(-len(self._mistakes.worst) // COLUMNS)
-            figure = figures["mistakes"] = Figure((9, 1 + 1.8 * rows), layout="constrained")
-            figure.suptitle(f"step {trainer.global_step}: the worst of {count - right:,} mistakes")
-            self._mistakes.draw(figure.add_subplot())
-        for name, figure in figures.items():
+            figures["confusion"] = _matrix(
+                confusion, self._mistakes.classes, f"{split}, step {step}: {right:,} of {count:,} right"
+            )
+        for name, drawn in figures.items():
             for board in boards(trainer):
-                board.experiment.add_figure(f"{split}_pictures/{name}", figure, trainer.global_step)
+                board.experiment.add_figure(f"wrong/{split}_{name}", drawn, step)
+
+
+def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
+    """Samples by what they are (rows, with their accuracy) and what they were taken for; a figure."""
+    made = figure(max(HEIGHT, 0.17 * len(classes) + 0.65), title)
+    axes = made.add_subplot()
+    shares = (confusion / confusion.sum(dim=1, keepdim=True).clamp(min=1)).tolist()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set_xlabel("taken for", fontsize=8)
+    if len(classes) > MOST_NUMBERS:
+        return made
+    ticks, size = range(len(classes)), min(8, 110 / len(classes))
+    turned = 90 if max(map(len, classes)) > 2 else 0
+    axes.set_xticks(ticks, [name[:NAME] for name in classes], rotation=turned, fontsize=8)
+    axes.set_yticks(ticks, [f"{name[:NAME]} {shares[i][i]:.0%}" for i, name in enumerate(classes)], fontsize=8)
+    for (row, column), number in np.ndenumerate(confusion.numpy()):
+        if number:
+            colour = "white" if shares[row][column] > 0.5 else "black"
+            axes.text(column, row, number, ha="center", va="center", fontsize=size, color=colour)
+    return made
 
 
 Mistake = tuple[float, int, int, float, NDArray[np.uint8]]
@@ -170,17 +181,17 @@ class Mistakes:
             self.worst = []
             self._keep(mistake for found in everyone for mistake in found)
 
-    def draw(self, axes: Any) -> None:
-        """Each image, and below it what it was taken for, how surely, and what it is."""
-        for number, (_, label, said, sure, image) in enumerate(self.worst):
-            row, column = divmod(number, COLUMNS)
-            extent = column, column + 0.9, -row - 0.7, -row
-            shown = image[..., : 3 if image.shape[-1] >= 3 else 1]
-            axes.imshow(shown, extent=extent, cmap="gray", vmin=0, vmax=255, aspect="auto")
-            caption = f"said {self.classes[said][:12]} {sure:.0%}\nis {self.classes[label][:18]}"
-            axes.text(column, -row - 0.73, caption, fontsize=9, verticalalignment="top")
-        axes.set(xlim=(0, COLUMNS), ylim=(-row - 1, 0))
-        axes.axis("off")
+    def draw(self, title: str) -> Any:
+        """Each image, and below it what it was taken for, how surely, and what it is; a figure."""
+        rows = max(1, -(-len(self.worst) // COLUMNS))
+        made = figure(max(HEIGHT, 0.25 + rows), title)
+        for axes in made.subplots(rows, COLUMNS, squeeze=False).flat:
+            axes.axis("off")
+        for axes, (_, label, said, sure, image) in zip(made.axes, self.worst, strict=False):
+            axes.imshow(image[..., : 3 if image.shape[-1] >= 3 else 1], cmap="gray", vmin=0, vmax=255)
+            told = f"{self.classes[said][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
+            axes.set_title(told, fontsize=8, y=-0.55)
+        return made
 
     def _keep(self, more: Iterable[Mistake]) -> None:
         self.worst = sorted([*self.worst, *more], key=lambda mistake: mistake[0], reverse=True)[: self._most]

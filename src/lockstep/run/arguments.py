@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import ROOT, options, unknown
 
-SEVERAL = {"callbacks", "experiment", "debug"}  # groups whose files add to each other; of any other one is chosen
+SEVERAL = {"callbacks", "logger", "experiment", "debug"}  # groups whose files add to each other
 
 
 def keyed(arguments: list[str]) -> list[str]:

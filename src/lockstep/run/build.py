@@ -1,18 +1,15 @@
-"""Builds what a worker needs from a checked config: module, data, callbacks, Trainer, loggers."""
+"""Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
@@ -21,7 +18,8 @@ from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate
+from lockstep.run.instantiate import instantiate
+from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
@@ -162,6 +160,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         max_epochs=config.max_epochs,
         max_steps=config.max_steps or -1,
         gradient_clip_val=config.gradient_clip_val,
+        gradient_clip_algorithm=config.gradient_clip_algorithm,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None if config.val_every else 1,
         log_every_n_steps=config.log_every,
@@ -176,31 +175,3 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         deterministic=True if layout.exact and gpu else None,
         **config.debug.trainer,
     )
-
-
-def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
-    """What the config names; `step` optimizer steps are logged already."""
-    if "_target_" not in config.logger:
-        return []
-    make: partial[Any] = instantiate("logger", {**config.logger, "_partial_": True}, folder=folder, save_dir=folder)
-    if isinstance(make.func, type) and issubclass(make.func, TensorBoardLogger):
-        # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
-        make = partial(make, purge_step=step + 1)
-    logger = call("logger", make)
-    if isinstance(logger, CSVLogger) and step and environment().rank == 0:
-        _keep_rows(logger, step)
-    return [logger]
-
-
-def _keep_rows(logger: CSVLogger, step: int) -> None:
-    """Lightning's would remove the rows of the run that goes on: those of its `step` steps stay."""
-    path = Path(logger.log_dir, "metrics.csv")
-    before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
-    if path.exists() and not before.exists():
-        path.rename(before)
-    if before.exists():
-        with open(before, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
-        logger.experiment.metrics = [row for row in rows if int(row["step"]) <= step]
-        logger.save()
-        before.unlink()

@@ -37,7 +37,8 @@ from lockstep.run.summary import conclude, summary_of
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
 REFUSED, FAILED = 2, 1
-BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "tensorboard", "csv", "summary.json"}
+BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
+BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json"}
 
 
 class SweepFailed(Exception):

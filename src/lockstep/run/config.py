@@ -179,6 +179,11 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (pipeline, late, "its gradients are sent to nobody; late=0"),
         (pipeline, auto, "what fits differs from stage to stage; accumulate_grad_batches=4, say"),
         (pipeline, precision * keys.precision.startswith("16-"), "its loss scale is one device's; bf16-mixed"),
+        (
+            "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
+            "gradient_clip_val=null" * (keys.gradient_clip_val is None),
+            "nothing is clipped; gradient_clip_val=0.5, say",
+        ),
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:

@@ -26,12 +26,12 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     Args:
         key: where the config stands, for messages.
         offers: further arguments, passed on where the target takes one of that name and the config gives none. Numbers
-            are offered to nested targets too, and are what `later:<name>` stands for.
+            and texts are offered to nested targets too, and are what `later:<name>` stands for.
 
     Raises:
         Refusal: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
     """
-    numbers = {name: value for name, value in offers.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = _completed(key, config, numbers)
     makes = options.pop("_partial_", False)
     target = locate(f"{key}._target_", options.pop("_target_"))
@@ -63,14 +63,15 @@ def parameters(target: Any) -> set[str]:
 
 
 def _parameters(target: Any) -> Iterator[inspect.Parameter]:
-    for owner in inspect.getmro(target) if inspect.isclass(target) else [target]:
-        if inspect.isclass(owner) and "__init__" not in vars(owner):
-            continue
+    owners: list[Any] = [target]
+    if inspect.isclass(target):
+        owners = [owner for owner in inspect.getmro(target)[:-1] if "__init__" in vars(owner)]
+    for owner in owners:
         found = inspect.signature(vars(owner)["__init__"] if inspect.isclass(owner) else owner).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         yield from (parameter for parameter in found if parameter.kind in named and parameter.name != "self")
         rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
-        if not inspect.isclass(target):
+        if len(owners) < 2:  # it takes the rest itself
             yield from rest
         if not rest:
             return
@@ -100,7 +101,7 @@ def locate(key: str, target: str) -> Any:
     return found
 
 
-def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
     """A config for Hydra: names checked, what is known later put in, numbers given to nested targets that take them."""
     target = locate(f"{key}._target_", str(config.get("_target_")))
     takes = parameters(target)
@@ -118,7 +119,7 @@ def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float]
     return options
 
 
-def _value(key: str, value: Any, numbers: Mapping[str, float]) -> Any:
+def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
     if isinstance(value, Mapping):
         if "_target_" not in value:
             return {name: _value(f"{key}.{name}", part, numbers) for name, part in value.items()}

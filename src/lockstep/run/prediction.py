@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import Heartbeat, checkpoint_io
 from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits
@@ -21,9 +25,10 @@ from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
-from lockstep.step.stages import parts_of
+from lockstep.step.passes import overrides
 
 LOG = logging.getLogger("lockstep")
+FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one of them
 
 
 def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
@@ -50,66 +55,102 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     return module.eval()
 
 
-class Predictor(pl.LightningModule):
-    """Any module whose `forward` maps images to logits or log-probabilities; it predicts the probabilities of a batch's
-    classes, by the images' ids."""
+class Answers(pl.Callback):
+    """Keeps what the module's `predict_step` returns of each image, by the image's number.
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
-        self.module = module
+    Attributes:
+        found: numbers int64 [n] and float64 rows [n, k] of the batches so far; -1 is an image that can't be decoded.
+    """
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.module.on_after_batch_transfer(batch, dataloader_idx)
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, Tensor]] = []
 
-    def stages(self) -> list[nn.Module]:
-        return parts_of(self.module)
+    def on_predict_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        ids = batch[1]
+        if not isinstance(outputs, Tensor) or outputs.shape[:1] != ids.shape:
+            said = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            name = type(pl_module).__name__
+            raise Refusal(f"{name}.predict_step: must return a tensor with a row for each of {len(ids)} images: {said}")
+        self.found.append((ids.cpu(), outputs.double().reshape(len(ids), -1).cpu()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[int, list[float]]:
-        x, ids = batch
-        return dict(zip(ids.tolist(), self(x).double().softmax(dim=1).tolist(), strict=True))
+def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = None) -> dict[str, Any]:
+    """Predicts in this worker, by the module's own `predict_step`, else its `forward`; returns the summary. Every
+    worker of the layout calls it.
 
-
-def predict(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Predicts in this worker; returns the summary. Every worker of the layout calls it."""
+    Raises:
+        Refusal: `top_k` classes are asked for, and the module's answers are no probabilities.
+    """
     rank = set_up_worker(config, folder)
-    predictor = Predictor(load_module(config, splits))
-    data = make_data(config, splits, rank)
-    trainer = make_trainer(config, folder, [Heartbeat()])
-    own: Any = trainer.predict(predictor, datamodule=data) or []  # None where there are more processes than batches
-    parts = [own]
+    module = load_module(config, splits)
+    if not overrides(module, "predict_step", pl.LightningModule):
+        module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
+    data, answers = make_data(config, splits, rank), Answers()
+    trainer = make_trainer(config, folder, [Heartbeat(), answers])
+    began = time.perf_counter()
+    trainer.predict(module, datamodule=data, return_predictions=False)
+    parts: list[Any] = [answers.found]
     if trainer.world_size > 1:
         parts = [None] * trainer.world_size
-        dist.all_gather_object(parts, own)
+        dist.all_gather_object(parts, answers.found)
+    speed = len(splits.test) / (time.perf_counter() - began)
+    ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
     summary = summarise(config, folder, "completed", None)
     if rank == 0:
-        found = {image: row for part in parts for batch in part for image, row in batch.items()}
-        broken = write(folder / "predictions.csv", splits.test, splits.spec.classes, found)
+        broken = write(folder / "predictions.csv", splits.test.names, splits.spec.classes, ids, rows, top_k)
         summary |= {"images": len(splits.test), "broken": broken}
+        summary["throughput"]["samples_per_second"] = speed
         write_summary(folder / "summary.json", summary)
-        LOG.info("%d images: %s", len(splits.test), folder / "predictions.csv")
+        LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
         if broken:
             LOG.warning("can't be decoded, so their rows are empty: %s", some(broken))
     return summary
 
 
-def write(path: Path, images: Any, classes: Iterable[str], found: Mapping[int, list[float]]) -> list[str]:
-    """Writes the table `file, predicted, probability, <class>...`, files in sorted order; returns the files whose row
-    is empty, since they could not be decoded."""
-    classes, broken = list(classes), []
+def write(
+    path: Path, names: Sequence[Any], classes: Sequence[str], ids: Tensor, rows: Tensor, top_k: int | None = None
+) -> list[str]:
+    """Writes a table with a row per file, and returns the files whose row is empty, since they could not be decoded.
+
+    Rows that are probabilities of the classes (not negative, with the sum 1) get the likeliest class and its
+    probability before all of them, or the `top_k` likeliest; others stand there as they are.
+
+    Args:
+        ids: the file of each row; below 0: of none.
+        rows: numbers [n, k].
+    """
+    known, count = rows[ids >= 0], rows.shape[1]
+    sure = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
+    if top_k and not sure:
+        raise Refusal(f"top_k={top_k}: the model's predict_step returns no probabilities of its classes; leave it out")
+    shown = [_inert(name, "'") for name in classes]
+    columns = shown if count == len(classes) else [f"value_{number}" for number in range(count)]
+    if sure:
+        best, at = known.topk(top_k or 1)
+        further = [f"{name}_{place}" for place in range(2, best.shape[1] + 1) for name in ("predicted", "probability")]
+        columns = ["predicted", "probability", *further, *([] if top_k else columns)]
+    place = dict(zip(ids[ids >= 0].tolist(), range(len(known)), strict=True))
+    broken = []
     with replacing(path) as binary:
         text = io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
         table = csv.writer(text)
-        table.writerow(["file", "predicted", "probability", *classes])
-        for index, name in enumerate(images.names):
-            row = found.get(index)
+        table.writerow(["file", *columns])
+        for index, name in enumerate(map(str, names)):
+            row = place.get(index)
             if row is None:
-                broken.append(str(name))
-                table.writerow([name, "", "", *[""] * len(classes)])
-                continue
-            best = row.index(max(row))
-            table.writerow([name, classes[best], *(f"{value:.6f}" for value in (row[best], *row))])
+                broken.append(name)
+                cells = [""] * len(columns)
+            else:
+                cells = [] if sure and top_k else [f"{value:.6f}" for value in known[row].tolist()]
+                if sure:
+                    likely = zip(at[row].tolist(), best[row].tolist(), strict=True)
+                    cells = [cell for label, value in likely for cell in (shown[label], f"{value:.6f}")] + cells
+            table.writerow([_inert(name, "./"), *cells])
         text.detach()
     return broken
+
+
+def _inert(text: str, mark: str) -> str:
+    return mark + text if text.startswith(FORMULA) else text

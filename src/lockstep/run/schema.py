@@ -31,6 +31,7 @@ def compile_mode(value: Any) -> Any:
 
 Group: TypeAlias = dict[str, Any]
 OptionalGroup: TypeAlias = Annotated[dict[str, Any], BeforeValidator(filled)]
+NamedGroups: TypeAlias = Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)]
 
 PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 MODES: TypeAlias = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
@@ -88,7 +89,6 @@ class Strategy(StrategyOptions):
 FREE: TypeAlias = Literal[
     "benchmark",
     "detect_anomaly",
-    "gradient_clip_algorithm",
     "inference_mode",
     "limit_test_batches",
     "limit_val_batches",
@@ -150,13 +150,14 @@ class Kept:
     optimizer: Group = field(default_factory=dict)
     scheduler: Group = field(default_factory=dict)
     gradient_clip_val: Positive | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     checkpoint_every: Whole | None = None
     log_every: Whole = 50
     init_from: Text | None = None
     resume: Text | None = None
     checkpoint: Text | None = None
-    callbacks: Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)] = field(default_factory=dict)
-    logger: OptionalGroup = field(default_factory=dict)
+    callbacks: NamedGroups = field(default_factory=dict)
+    logger: NamedGroups = field(default_factory=dict)
     debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
 
 

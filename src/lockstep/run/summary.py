@@ -82,6 +82,7 @@ class RunRecord:
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         from lockstep.callbacks import Checkpoint
+        from lockstep.run.loggers import end
 
         trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -103,6 +104,7 @@ class RunRecord:
         }
         if trainer.is_global_zero:
             write_summary(self.folder / "summary.json", summary)
+            end(trainer.loggers, status)
         return summary
 
 

@@ -14,6 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import ROOT
 
+EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # classes of Lightning's that need a package beside it
+
 
 def named(key: str, value: Any) -> Iterable[tuple[str, str]]:
     """Every `_target_` inside a value at any depth, as `(dotted key, target)`."""
@@ -38,6 +40,9 @@ def check_target(key: str, target: str) -> None:
         found = None
     if found is None:
         raise Refusal(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
+    extra = EXTRAS.get(target.rpartition(".")[2])
+    if extra and importlib.util.find_spec(extra) is None:
+        raise Refusal(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
 
 
 def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,31 +22,33 @@ DEEP = "32-bit pixels: save it with 8"
 
 
 class ImageFiles:
-    """Images without labels, in sorted order; an item is `(image, its number)`.
+    """Images without labels, those of a folder in sorted order; an item is `(image, its number)`.
 
     One that can't be decoded is black, and its number is -1: it is told by its absence in what comes back.
 
     Args:
-        root: holds images, at any depth.
+        images: a folder, with images at any depth; a file; a list of paths, .txt (one a line) or .csv (in the column
+            `file` or `path`, else the first); or several of these.
         image_size: pixels.
         channels: 1 or 3.
 
     Raises:
-        Refusal: no such folder, no image in it, or another number of channels.
+        Refusal: something is not there, no image is in it, or another number of channels.
     """
 
     streams = True
     draws = False
 
-    def __init__(self, root: Path, image_size: int, channels: int) -> None:
+    def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
         if channels not in MODES:
-            raise Refusal(f"images={root}: image files have 1 or 3 channels, the model was trained on {channels}")
-        if not root.is_dir():
-            raise Refusal(f"images={root}: no such folder")
-        self.root, self.image_size, self.mode = root, image_size, MODES[channels]
-        self.names: NDArray[np.str_] = np.array(images_in(root, "."))
+            raise Refusal(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
+        given = [images] if isinstance(images, str | Path) else images
+        parts = [Path(str(each)).expanduser() for each in given]
+        alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
+        self.root, self.image_size, self.mode = parts[0] if alone else Path(), image_size, MODES[channels]
+        self.names: NDArray[np.str_] = np.array(images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))])
         if not len(self.names):
-            raise Refusal(f"images={root}: no image in it; known: {', '.join(EXTENSIONS)}")
+            raise Refusal(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
 
     def __len__(self) -> int:
         return len(self.names)
@@ -97,6 +102,24 @@ def too_deep(image: Image.Image) -> bool:
     """Whether nobody knows which numbers are black and white: not where PNG and PPM, which have no more than 16 bits,
     are read as 32."""
     return image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM"))
+
+
+def _paths(given: Path) -> list[str]:
+    """The image files that a path stands for; those of a list are relative to its folder."""
+    if given.is_dir():
+        return [str(given / name) for name in images_in(given, ".")]
+    if not given.is_file():
+        raise Refusal(f"images={given}: no such file or folder")
+    if given.suffix not in (".txt", ".csv"):
+        return [str(given)]
+    lines = given.read_text(errors="surrogateescape").splitlines()
+    rows = [[line.strip()] for line in lines] if given.suffix == ".txt" else list(csv.reader(lines))
+    head = rows[0] if rows else []
+    named = next((head.index(name) for name in ("file", "path") if name in head), None)
+    paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    if absent := [path for path in paths if not path.is_file()]:
+        raise Refusal(f"images={given}: there is no {absent[0]}")
+    return list(map(str, paths))
 
 
 def images_in(root: Path, name: str) -> list[str]:

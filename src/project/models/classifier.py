@@ -160,8 +160,8 @@ class ImageClassifier(LightningModule):
         return trainer.datamodule
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logits [n, num_classes]."""
-        return self(batch[0])
+        """Probabilities [n, num_classes]; predict.py writes down what this returns."""
+        return self(batch[0]).double().softmax(1)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self._parameter_groups())

@@ -1,0 +1,54 @@
+"""TensorBoard on the runs of a folder, each called by what it was given:  python scripts/dashboard.py outputs
+
+What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin later come to it by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+SECONDS = 5.0  # between two looks for new runs
+
+
+def main() -> int:
+    """Shows them until it is interrupted; TensorBoard's exit code."""
+    runs, *options = [*sys.argv[1:], "outputs"] if len(sys.argv) < 2 else sys.argv[1:]
+    with tempfile.TemporaryDirectory() as links:
+        link(Path(runs), Path(links))
+        command = ["-m", "tensorboard.main", "--logdir", links, "--reload_interval", "5", *options]
+        process = subprocess.Popen([sys.executable, *command])
+        over = threading.Event()
+        looking = threading.Thread(target=look, args=(Path(runs), Path(links), over))
+        looking.start()
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            return process.wait()
+        finally:
+            over.set()
+            looking.join()
+
+
+def look(runs: Path, links: Path, over: threading.Event) -> None:
+    while not over.wait(SECONDS):
+        link(runs, links)
+
+
+def link(runs: Path, links: Path) -> None:
+    """Makes a link for each run that has none: its title, its name, and when it began, or its number in a sweep."""
+    there = {path.resolve() for path in links.iterdir()}
+    for folder in {path.parent.resolve() for path in runs.glob("**/tensorboard/**/*tfevents*")} - there:
+        run = next(parent for parent in folder.parents if parent.joinpath("tensorboard").is_dir())
+        kept = run / "loggers.json"
+        title = json.loads(kept.read_text())["title"] if kept.exists() else "run"
+        place = run.relative_to(runs.resolve()).as_posix().replace("/", " ")
+        (links / f"{title} - {place}").symlink_to(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The loggers that a config names: rank zero opens them, a run that goes on goes on in the same ones."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from omegaconf import OmegaConf
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.first_page import LEFT_OUT
+from lockstep.launch.atomic import replacing
+from lockstep.launch.environment import environment
+from lockstep.launch.watchdog import patient
+from lockstep.run.arguments import key
+from lockstep.run.config import Config
+from lockstep.run.instantiate import call, instantiate, parameters
+
+# What no run is called by, beside what is no hyper-parameter.
+NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep", "rdzv_endpoint"}
+KEPT = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
+# How long a server may stay away: by default MLflow would wait for minutes, at each line that it is sent.
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+MLFLOW = {"completed": "FINISHED", "interrupted": "KILLED"}
+
+
+def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
+    """What the config names; `step` optimizer steps are logged already.
+
+    In a logger's file, `later:title` stands for what sets the run apart from others, and `later:sweep` for the sweep
+    that it is a job of (empty where it is none).
+
+    Raises:
+        Refusal: one can't be made, or opened.
+    """
+    path = folder / KEPT
+    kept = json.loads(path.read_text()) if path.exists() else {"title": title(folder)}
+    sweep = folder.parent.name if (folder.parent / "multirun.yaml").exists() else ""
+    known = {"folder": folder, "save_dir": folder, "title": kept["title"], "sweep": sweep}
+    loggers = [
+        _logger(f"logger.{name}", options, known, kept, step) for name, options in config.logger.items() if options
+    ]
+    if loggers and environment().rank == 0:
+        with replacing(path) as file:
+            file.write(json.dumps(kept).encode())
+    return loggers
+
+
+def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dict[str, str], step: int) -> Logger:
+    make: partial[Any] = instantiate(name, {**options, "_partial_": True}, **known)
+    kind = make.func if isinstance(make.func, type) else Logger
+    if issubclass(kind, TensorBoardLogger):
+        # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
+        return call(name, partial(make, purge_step=step + 1))
+    if environment().rank:
+        return DummyLogger()  # some would open what they write to
+    os.environ.update({name: seconds for name, seconds in PATIENCE.items() if name not in os.environ})
+    tracker = {"id", "run_id"} & parameters(kind)
+    make = partial(make, **{option: kept[name] for option in tracker if name in kept})
+    try:
+        with patient(), _alone(Path(known["folder"]).parent):
+            logger: Logger = call(name, make)
+            if tracker:
+                before = kept.get(name)
+                _ = logger.experiment  # type: ignore[attr-defined]  # opens it
+                kept[name] = str(logger.version)
+                if before and isinstance(logger, MLFlowLogger):
+                    logger.experiment.update_run(before, "RUNNING")
+    except Refusal:
+        raise
+    except Exception as error:  # a tracker's own, of whatever kind
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        later = f"; {name}.offline=true writes files, for later" if issubclass(kind, WandbLogger) else ""
+        raise Refusal(f"{name}: can't be opened: {said}{later}") from error
+    if isinstance(logger, CSVLogger) and step:
+        _keep_rows(logger, step)
+    return logger
+
+
+def end(loggers: list[Logger], status: str) -> None:
+    """Tells those that want to know how the run has ended; rank zero calls it."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            with patient():
+                logger.experiment.finish(exit_code=int(status != "completed"))
+        elif isinstance(logger, MLFlowLogger):
+            logger.finalize(MLFLOW.get(status, "FAILED"))
+
+
+def title(folder: Path) -> str:
+    """What sets a run apart, fit to be a file's name: what it was given on the command line, of a sweep's job what the
+    other jobs were not given."""
+    given, common = (
+        OmegaConf.select(OmegaConf.load(file), place) if file.exists() else ()
+        for file, place in (
+            (folder / ".hydra" / "hydra.yaml", "hydra.overrides.task"),
+            (folder.parent / "multirun.yaml", "hydra.overrides.task"),
+        )
+    )
+    told = [each for each in given if each not in common and key(each).partition(".")[0] not in NO_TITLE]
+    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One run of a folder at a time: jobs of a sweep would make one experiment, or one database, twice."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system can
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _keep_rows(logger: CSVLogger, step: int) -> None:
+    """Lightning's would remove the rows of the run that goes on: those of its `step` steps stay."""
+    path = Path(logger.log_dir, "metrics.csv")
+    before = path.with_name("metrics.before.csv")  # a run that is killed in here finds its rows there the next time
+    if path.exists() and not before.exists():
+        path.rename(before)
+    if before.exists():
+        with open(before, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
+        logger.experiment.metrics = [row for row in rows if int(row["step"]) <= step]
+        logger.save()
+        before.unlink()

@@ -1,0 +1,101 @@
+"""What loggers keep of whole runs, read back from their files: no network is there."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Program, composed
+from mlflow.tracking import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.run.config import check
+
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What a file of W&B's holds: after 7 bytes, records that may be cut at blocks of 32 KiB, as in LevelDB's log."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def points(path: Path, tag: str) -> list[int]:
+    """Steps at which a file of W&B's has a metric."""
+    found = []
+    for record in records(path):
+        row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if tag in row:
+            found.append(int(row["trainer/global_step"]))
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_train: Program) -> None:
+    options = (*TINY, "strategy=ddp", "devices=2", "max_epochs=1", "logger=[tensorboard,csv,mlflow,wandb]")
+    jobs = run_train(*options, "lr=0.1,0.2", "-m").jobs
+    run_train(f"resume={jobs[0]}", "max_epochs=2", "optimizer.weight_decay=0.01")
+    ids = [json.loads((job / "loggers.json").read_text()) for job in jobs]
+    assert [each["title"] for each in ids] == ["lr=0.1", "lr=0.2"]
+
+    client = MlflowClient(f"sqlite:///{run_train.outputs}/mlflow.db")
+    (experiment,) = (found for found in client.search_experiments() if found.name == "mnist_cnn_synthetic")
+    runs = {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
+    assert runs.keys() == {each["logger.mlflow"] for each in ids}
+    sweep = jobs[0].parent.name
+    for each, lr in zip(ids, ("0.1", "0.2"), strict=True):
+        run = runs[each["logger.mlflow"]]
+        assert (run.info.run_name, run.data.tags["sweep"], run.info.status) == (f"lr={lr}", sweep, "FINISHED")
+        assert (run.data.params["lr"], run.data.params["strategy.name"]) == (lr, "ddp")
+    steps = [[point.step for point in client.get_metric_history(each["logger.mlflow"], "val/acc")] for each in ids]
+    assert steps == [[6, 12], [6]]
+
+    for job, each, lives in zip(jobs, ids, ([[6], [12]], [[6]]), strict=True):
+        files = sorted(job.glob("wandb/offline-run-*/*.wandb"))
+        assert [points(path, "val/acc") for path in files] == lives
+        for path in files:
+            found = list(records(path))
+            (run,) = (record.run for record in found if record.WhichOneof("record_type") == "run")
+            assert (run.run_id, run.run_group, run.display_name) == (each["logger.wandb"], sweep, each["title"])
+            assert [record.exit.exit_code for record in found if record.WhichOneof("record_type") == "exit"] == [0]
+
+        with (job / "csv" / "metrics.csv").open() as file:
+            rows = [int(row["step"]) for row in csv.DictReader(file) if row["val/acc"]]
+        assert rows == [step for life in lives for step in life]
+        (board,) = (job / "tensorboard").iterdir()
+        assert board.name == each["title"]
+        events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
+        assert [event.step for event in events.Scalars("val/acc")] == rows
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    check(composed("logger=[wandb,mlflow]"))  # the control
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else there(name))
+    with pytest.raises(Refusal, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
+        check(composed("logger=[csv,wandb]"))
+
+
+def test_a_tracker_that_can_not_be_opened_is_told_in_a_line(run_train: Program) -> None:
+    run = run_train(*TINY, "logger=mlflow", "logger.mlflow.tracking_uri=http://127.0.0.1:9", ok=False)
+    assert run.returncode == 2
+    assert "error: logger.mlflow: can't be opened: " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not run.folders
