@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.kept import keep
 from lockstep.launch.atomic import replacing
 from lockstep.launch.watchdog import patient
 
@@ -109,21 +110,34 @@ def is_plain(value: Any) -> bool:
     return not _code(buffer)
 
 
+class LedgerWriter(Protocol):
+    """What is told of each checkpoint: `enter` before it is written, `append` when it is on the disk."""
+
+    def enter(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def append(self) -> None: ...
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer. Training goes on while a copy of its state is written.
 
     One file is written at a time, in the order asked for. What goes wrong is raised by the next call, at the latest at
     the end of the Trainer's `fit`.
+
+    Args:
+        ledger: rank zero's, if there is one.
+        number: checkpoints that are kept besides (see `keep`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: LedgerWriter | None = None, number: int = 0) -> None:
+        self._ledger, self._number = ledger, number
         self._writer: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None  # of the checkpoint loaded last
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
-        self.then(save, apply_to_collection(checkpoint, Tensor, _copy), path)
+        self.then(self._write, apply_to_collection(checkpoint, Tensor, _copy), Path(path))
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Does something after what is being written, if that goes well."""
@@ -136,6 +150,15 @@ class AtomicCheckpointIO(CheckpointIO):
 
         self._writer = self._writer or ThreadPoolExecutor(1, "checkpoint")
         self._pending.append(self._writer.submit(work))
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self._ledger is not None:
+            self._ledger.enter(checkpoint)
+        save(checkpoint, path)
+        if self._ledger is not None:
+            self._ledger.append()
+        if self._number:
+            keep(path, checkpoint["global_step"], self._number)
 
     def wait(self) -> None:
         """Returns when all is on the disk.

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
 from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
@@ -132,7 +132,9 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     return [*made.values(), OptimizerCheck(config)]
 
 
-def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
+def make_trainer(
+    config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0, ledger: LedgerWriter | None = None
+) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
     own = config.strategy.average_every is not None
@@ -158,7 +160,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep)],
         num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

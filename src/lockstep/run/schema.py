@@ -139,6 +139,8 @@ class Kept:
     scheduler: Group = field(default_factory=dict)
     gradient_clip_val: Positive | None = None
     checkpoint_every: Whole | None = None
+    checkpoint_keep: Annotated[int, Field(strict=True, ge=-1)] = 0
+    ledger: Flag = False
     log_every: Whole = 50
     resume: Text | None = None
     checkpoint: Text | None = None
