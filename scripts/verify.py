@@ -223,7 +223,7 @@ def choose(
             raise Refusal(f"steps={show(wanted)}: the ledger has no line at {step}; near it are {listed(near)}")
     if not chosen or not all(any(start < step for start in starts) for step in chosen):
         raise Refusal(
-            f"run={run}: there is nothing to start from; a run keeps checkpoints with checkpoint_keep=-1 (all), or a number"
+            f"run={run}: no checkpoint to start from; a run keeps them with checkpoint_keep=-1 (all) or a number"
         )
     return chosen
 

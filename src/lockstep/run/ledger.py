@@ -56,12 +56,8 @@ class Ledger:
     ) -> None:
         self._path = folder / NAME
         self._order = DataOrder(len(splits.train), config.layout, config.seed)
-        self._about: dict[str, Any] = {
-            "config": deciding(config),
-            "data": splits.fingerprint,
-            "data_dir": config.data_dir,
-        }
-        self._samples = len(splits.train)
+        self._about: dict[str, Any] = {"config": deciding(config), "data": splits.fingerprint}
+        self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
         self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
         self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
         self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
@@ -91,9 +87,7 @@ class Ledger:
         added where that is missing, and without either a new ledger begins. Returns the last line."""
         if self._last is not None:
             return self._last
-        git = git_info()
-        self._about |= {"samples": self._samples, "commit": git["commit"], "dirty": git["dirty"]}
-        self._about |= {"code_sha256": code_sha256(), "versions": versions()}
+        self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
         lines = read(self._path) if self._path.exists() else []
         base = parsed(self._base) if self._base else {}
         ends = [line for line in lines if line == self._base or line_sha256(line) == base.get("before")]
