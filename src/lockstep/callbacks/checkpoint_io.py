@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.kept import keep
+from lockstep.callbacks.untrusted import archive_fault, claim_fault, file_fault
 from lockstep.launch.atomic import replacing
 from lockstep.launch.watchdog import patient
 
@@ -96,6 +97,8 @@ def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str
         raise CheckpointError(
             f"{path}: not a Lockstep or Lightning checkpoint: it has no state_dict of a LightningModule"
         )
+    if wrong := claim_fault(checkpoint):
+        raise CheckpointError(f"{path}: {wrong}")
     return checkpoint
 
 
@@ -205,8 +208,12 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _fault(path: Path) -> str:
     """What is wrong with a file, without loading it."""
+    if wrong := file_fault(path):
+        return wrong
     try:
         with zipfile.ZipFile(path) as archive:
+            if wrong := archive_fault(archive, path.stat().st_size):
+                return wrong
             whole = archive.testzip() is None
     except FileNotFoundError:
         return "no such file"

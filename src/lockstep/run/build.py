@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
+from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
@@ -51,11 +54,36 @@ REFUSED = {
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
     going to bring them, pretrained ones are not asked for."""
-    held = (config.checkpoint or config.resume) and config.model.get("pretrained") is True
+    held = bool(config.checkpoint or config.resume) and config.model.get("pretrained") is True
+    if config.checkpoint:
+        _must_be_as_small(config, splits, held)
     module = _module(config, splits, {**config.model, "pretrained": False} if held else config.model)
     if held and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
+
+
+def _must_be_as_small(config: Config, splits: Splits, held: bool) -> None:
+    """Compares the model that a checkpoint's config asks for, of which nothing is stored yet, with the file.
+
+    Raises:
+        Refusal: it is many times as large.
+    """
+    file = Path(str(config.checkpoint))
+    if not file.exists():  # it is on another machine
+        return
+    try:
+        with torch.device("meta"):
+            module = _module(config, splits, {**config.model, **({"pretrained": False} if held else {})})
+    except Refusal:
+        raise
+    except Exception:  # not every module can be made of nothing
+        return
+    tensors = [value for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    size = sum(value.numel() * value.element_size() for value in tensors)
+    there = os.path.getsize(file)
+    if module.strict_loading and size > OFTEN * there + SLACK:
+        raise Refusal(f"{file}: has {there:,} bytes, and its config asks for a model of {size:,}")
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:

@@ -4,7 +4,7 @@ elsewhere, only what the user's own config names too, since it would be code oth
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ def check_target(key: str, target: str) -> None:
         raise Refusal(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
 
 
-def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:
+def must_be_named(path: Path, group: str, carried: Any, given: Any = None, folders: Sequence[Path] = ()) -> None:
     """Compares what a file from elsewhere names in a group with what the user's own config names there: in the files of
-    conf/, and of the folders that Hydra composes from besides, and in what is `given` on the command line.
+    conf/, and of the `folders` that Hydra composes from besides, and in what is `given` on the command line.
 
     Raises:
         Refusal: the file names something else. Nothing of it was imported.
@@ -54,7 +54,7 @@ def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> No
     found = list(named(group, carried))
     if not found:
         return
-    files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
+    files = [(file, folder) for folder in (*_config_folders(), *folders) for file in folder.rglob("*.yaml")]
     parts = [given, *(_part(file, folder, group) for file, folder in files)]
     allowed = {target for part in parts for _, target in named(group, part)}
     for key, target in found:
