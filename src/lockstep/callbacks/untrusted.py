@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PARTS = 1_000_000  # values of a checkpoint, tensors as one, each counted as often as it is referred to
+PARTS = 500_000  # values of a checkpoint, tensors as one, each counted as often as it is referred to
 DEPTH = 100
 OFTEN = 8  # times that a byte of the file may be a part of a tensor: shared weights, averages
 SLACK = 1 << 20

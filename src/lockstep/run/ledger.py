@@ -94,7 +94,7 @@ class Ledger:
         if base.get("step") == self._opening["step"] and ends:
             kept = lines[: lines.index(ends[-1]) + 1]
             kept += [self._base] * (kept[-1] != self._base)
-            said = next((about for line in reversed(kept) if (about := parsed(line).get("about"))), {})
+            said: dict[str, Any] = next((about for line in reversed(kept) if (about := parsed(line).get("about"))), {})
             self._changed = any(said.get(key) != value for key, value in self._about.items() if key != "data_dir")
         else:
             opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
