@@ -206,7 +206,7 @@ def test_links_in_a_folder_are_not_followed(bought: Path, tmp_path: Path, run_tr
             run = run_train(f"resume={folder}", "max_epochs=2", ok=False)
             assert run.returncode == 2, str(run)
         assert before == {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
-    (folder / "checkpoints" / ".tmp").unlink()
+    path.unlink()
     (folder / "again").symlink_to(folder / "checkpoints")
     assert overrides([f"resume={folder}"], "train")
 
@@ -226,7 +226,7 @@ def test_a_temporary_file_is_made_anew(tmp_path: Path) -> None:
     [
         ("+callbacks.evil._target_=os.system", r"its callbacks.evil._target_ is os.system, which no file of conf"),
         ("+callbacks.evil={_target_: os.system}", r"its callbacks.evil._target_ is os.system, which no file of conf"),
-        ("+callbacks.evil=${oc.decode:'{_target_: os.system}'}", r"its callbacks.evil._target_ is os.system"),
+        ("+callbacks.evil=\"${oc.decode:'{_target_: os.system}'}\"", r"its callbacks.evil._target_ is os.system"),
         ("model._target_=${name}", r"its model._target_ is mnist_cnn_synthetic, which no file"),
         ("+hydra.callbacks.evil._target_=os.system", "is nothing that a run records"),
         ("model@hydra.callbacks=mnist_cnn", "is nothing that a run records"),
