@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.kept import keep
+from lockstep.callbacks.untrusted import archive_fault, claim_fault, file_fault
 from lockstep.launch.atomic import replacing
 from lockstep.launch.group import of_rank_zero
 from lockstep.launch.watchdog import patient
@@ -110,6 +112,8 @@ def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str
     checkpoint = plain(source, path, map_location)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
+    if wrong := claim_fault(checkpoint):
+        raise CheckpointError(f"{path}: {wrong}")
     return checkpoint
 
 
@@ -124,14 +128,27 @@ def is_plain(value: Any) -> bool:
     return not _code(buffer)
 
 
+class LedgerWriter(Protocol):
+    """What is told of each checkpoint: `enter` before it is written, `append` when it is on the disk."""
+
+    def enter(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def append(self) -> None: ...
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer. Training goes on while a copy of its state is written.
 
     One file is written at a time, in the order asked for. What goes wrong is raised by the next call, at the latest at
     the end of the Trainer's `fit`.
+
+    Args:
+        ledger: rank zero's, if there is one.
+        number: checkpoints that are kept besides (see `keep`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: LedgerWriter | None = None, number: int = 0) -> None:
+        self._ledger, self._number = ledger, number
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None  # of the checkpoint loaded last
@@ -139,7 +156,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
         copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        self.then(save, copy, path)
+        self.then(self._write, copy, Path(path))
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
         """Does something after what is being written, if that goes well."""
@@ -151,6 +168,15 @@ class AtomicCheckpointIO(CheckpointIO):
             task(*args)
 
         self._pending.append(self._writer.submit(work))
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self._ledger is not None:
+            self._ledger.enter(checkpoint)
+        save(checkpoint, path)
+        if self._ledger is not None:
+            self._ledger.append()
+        if self._number:
+            keep(path, checkpoint["global_step"], self._number)
 
     @patient()
     def wait(self) -> None:
@@ -186,8 +212,12 @@ def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:
 
 def fault(path: Path) -> str:
     """What is wrong with a file, without loading it."""
+    if wrong := file_fault(path):
+        return wrong
     try:
         with zipfile.ZipFile(path) as archive:
+            if wrong := archive_fault(archive, path.stat().st_size):
+                return wrong
             whole = archive.testzip() is None
     except FileNotFoundError:
         return "no such file"

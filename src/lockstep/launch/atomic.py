@@ -15,7 +15,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file whose content takes the place of `path` when the block ends well; after an error `path` is untouched.
 
     The temporary file lies in the same folder (a move between file systems is a copy, and a copy can be cut in half)
-    and has one fixed name, so that what a killed process left behind is overwritten by the next. One writer at a time.
+    and has one fixed name, so that what a killed process left behind is removed by the next. One writer at a time. A
+    link that lies there instead is not followed: in a stranger's folder it may lead anywhere.
 
     Raises:
         OSError: naming `path` and the reason (disk full, read-only, ...).
@@ -24,7 +25,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     temporary = _beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, is_plain
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
+from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
@@ -53,10 +56,36 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     going to bring them, pretrained ones, from a file or the network, are not asked for."""
     brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
     held = (config.checkpoint or config.resume) and brought
-    module = _module(config, splits, {**config.model, **brought} if held else config.model)
+    options = {**config.model, **brought} if held else config.model
+    if config.checkpoint:
+        _must_be_as_small(config, splits, options)
+    module = _module(config, splits, options)
     if held and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
+
+
+def _must_be_as_small(config: Config, splits: Splits, options: dict[str, Any]) -> None:
+    """Compares the model that a checkpoint's config asks for, of which nothing is stored yet, with the file.
+
+    Raises:
+        Refusal: it is many times as large.
+    """
+    file = Path(str(config.checkpoint))
+    if not file.exists():  # it is on another machine
+        return
+    try:
+        with torch.device("meta"):
+            module = _module(config, splits, options)
+    except Refusal:
+        raise
+    except Exception:  # not every module can be made of nothing
+        return
+    tensors = [value for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    size = sum(value.numel() * value.element_size() for value in tensors)
+    there = os.path.getsize(file)
+    if module.strict_loading and size > OFTEN * there + SLACK:
+        raise Refusal(f"{file}: has {there:,} bytes, and its config asks for a model of {size:,}")
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
@@ -139,7 +168,9 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     return [*made.values(), OptimizerCheck(config)]
 
 
-def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0) -> pl.Trainer:
+def make_trainer(
+    config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0, ledger: LedgerWriter | None = None
+) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
     own = config.strategy.average_every is not None
@@ -166,7 +197,7 @@ def make_trainer(config: Config, folder: Path, callbacks: list[pl.Callback], ste
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep)],
         num_sanity_val_steps=0,
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

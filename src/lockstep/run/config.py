@@ -138,6 +138,8 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
     auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
+    ledger = "ledger=true" * keys.ledger
+    saves = any("Checkpoint" in str(options) for options in keys.callbacks.values())
     uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
     pipeline = "strategy=pipeline" * (layout.strategy == "pipeline")
@@ -184,6 +186,9 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing is clipped; gradient_clip_val=0.5, say",
         ),
+        (ledger, "no callbacks.checkpoint" * (not saves), "a line is that of a checkpoint"),
+        (ledger, average, "a checkpoint has one device's optimizer state, so no part could be computed again"),
+        (ledger, compression * compression.endswith("powersgd"), "what it has left out so far is in no checkpoint"),
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:

@@ -19,7 +19,7 @@ from lockstep.run.checks import checker, show
 from lockstep.run.config import Config, check
 from lockstep.run.fast import set_up_worker
 from lockstep.run.opening import for_evaluation
-from lockstep.run.schema import OptionalGroup
+from lockstep.run.schema import OptionalGroup, SpecRecord
 from lockstep.run.summary import RunRecord
 from lockstep.run.targets import must_be_named
 from lockstep.run.weights import best_in
@@ -29,7 +29,7 @@ NAMED = 5  # classes or files that a message names
 CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
 VALUES = ("seed", "lr", "data_dir")
 
-check_group = checker(OptionalGroup)
+check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
 
 
 def find_checkpoint(raw: Mapping[str, Any]) -> Path:
@@ -107,13 +107,25 @@ def weights_must_fit(config: Config) -> Iterator[None]:
         raise Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})") from error
 
 
+def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
+    """What the images were that a checkpoint was trained on.
+
+    Raises:
+        CheckpointError: no images are like that.
+    """
+    try:
+        return Spec(**check_spec("spec", record["spec"]))
+    except Refusal as refusal:
+        raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
+
+
 def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
     """Compares the images that are to be tested on with those that a checkpoint was trained on.
 
     Raises:
         Refusal: other channels, other classes, or these in another order.
     """
-    before = Spec(**record["spec"])
+    before = spec_of(path, record)
     if before.channels != spec.channels:
         raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
     if list(before.classes) != list(spec.classes):

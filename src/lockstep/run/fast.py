@@ -24,12 +24,17 @@ def set_up_worker(config: Config, folder: Path) -> int:
     logs.configure(folder, rank)
     if config.allocator != "system":
         keep_freed_memory()
-    workers = max(1, config.layout.world_size // config.layout.num_nodes)
-    # under exact, the number of threads would change the order of sums from layout to layout
-    threads = config.threads or (1 if config.layout.exact else cores_of_each(workers))
+    threads = threads_of(config)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
     return rank
+
+
+def threads_of(config: Config) -> int:
+    """CPU threads of one worker."""
+    workers = max(1, config.layout.world_size // config.layout.num_nodes)
+    # under exact, the number of threads would change the order of sums from layout to layout
+    return config.threads or (1 if config.layout.exact else cores_of_each(workers))
 
 
 def describe(module: nn.Module, compiled: bool) -> str:

@@ -22,7 +22,7 @@ from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
-from lockstep.run.evaluation import config_of, record_of, some, weights_must_fit
+from lockstep.run.evaluation import config_of, record_of, some, spec_of, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
 from lockstep.step.passes import overrides
@@ -34,7 +34,7 @@ FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one 
 def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
     """The config of a prediction, and what the checkpoint's images were; raises as `record_of` and `config_of`."""
     record = record_of(path)
-    return config_of(path, record, raw), Spec(**record["spec"])
+    return config_of(path, record, raw), spec_of(path, record)
 
 
 def as_splits(spec: Spec, images: Any) -> Splits:

@@ -110,11 +110,16 @@ OWN = ("outputs", "data_dir", "rdzv_endpoint", "resume", "threads", "num_workers
 def card(config: Config, splits: Any) -> dict[str, str]:
     """What must be the same, as text by name."""
     record = {key: value for key, value in config.record.items() if key not in OWN}
+    found = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
+    return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+
+
+def code_sha256() -> str:
+    """Over names and contents of all Python files in src/."""
     code = hashlib.sha256()
     for file in sorted((ROOT / "src").rglob("*.py")):
         code.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    found = {"the code in src/": code.hexdigest()[:12], "the data's fingerprint": splits.fingerprint[:12]}
-    return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+    return code.hexdigest()
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:

@@ -67,6 +67,20 @@ class Data(TypedDict, total=False):
     sampling: Literal["balanced"] | None
 
 
+Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+
+
+@with_config(OURS)
+class SpecRecord(TypedDict):
+    """What a checkpoint says of its images; no more than images may be."""
+
+    channels: Annotated[int, Field(strict=True, ge=1, le=16)]
+    image_size: Annotated[int, Field(strict=True, ge=1, le=4096)]
+    classes: Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1 << 20)]
+    mean: Annotated[list[Finite] | tuple[Finite, ...], Field(max_length=16)]
+    std: Annotated[list[Finite] | tuple[Finite, ...], Field(max_length=16)]
+
+
 @dataclass(frozen=True, kw_only=True, config=OURS)
 class StrategyOptions:
     """What a strategy can be told beside the layout."""
@@ -152,6 +166,8 @@ class Kept:
     gradient_clip_val: Positive | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     checkpoint_every: Whole | None = None
+    checkpoint_keep: Annotated[int, Field(strict=True, ge=-1)] = 0
+    ledger: Flag = False
     log_every: Whole = 50
     init_from: Text | None = None
     resume: Text | None = None

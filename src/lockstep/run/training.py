@@ -27,6 +27,7 @@ from lockstep.run import fast, provenance, weights
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
+from lockstep.run.ledger import Ledger
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
 from lockstep.step.finite import NonFinite
@@ -61,7 +62,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     callbacks += [Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
-    trainer = make_trainer(config, folder, callbacks, first)
+    ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
+    trainer = make_trainer(config, folder, callbacks, first, ledger)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -77,6 +79,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     del resumed
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        if ledger is not None:  # nothing was left to train, maybe
+            ledger.mend()
         run.fitted()
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of

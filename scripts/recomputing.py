@@ -1,0 +1,164 @@
+"""Computes a part of a run again, from what its ledger says of it, with the project's own training in a folder that is
+thrown away."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import DataOrder
+from lockstep.callbacks import Preemption
+from lockstep.launch.agent import launch
+from lockstep.launch.signals import Interrupted
+from lockstep.loading import Splits
+from lockstep.run.config import Config, check
+from lockstep.run.ledger import NAME, STATE, config_sha256, deciding, parsed, read
+from lockstep.run.opening import open_data
+from lockstep.run.targets import must_be_named
+from lockstep.run.training import train
+from lockstep.step.loop import validates
+
+GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks")  # that may name what is made
+
+
+class Until(Preemption):
+    """Saves after some steps as a run does that gets a signal then, and ends it after the last of them.
+
+    Args:
+        steps: optimizer steps since the run began, in order.
+    """
+
+    def __init__(self, folder: Path, steps: Sequence[int]) -> None:
+        super().__init__(folder)
+        self._steps = steps
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step in self._steps:
+            self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
+            if not validates(trainer):
+                self._answer(trainer)
+
+
+@dataclass(frozen=True)
+class Life:
+    """A part of a run in which nothing changed that its bits follow from.
+
+    Attributes:
+        about: what the ledger says of it.
+        config: on the layout that is asked for now.
+    """
+
+    about: Mapping[str, Any]
+    config: Config
+
+    @cached_property
+    def splits(self) -> Splits:
+        """Opened here, with nothing to be tested."""
+        return replace(open_data(self.config.data, self.config.data_dir, self.config.seed), test=None)
+
+    @cached_property
+    def order(self) -> DataOrder:
+        return DataOrder(len(self.splits.train), self.config.layout, self.config.seed)
+
+
+def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
+    """What a ledger says of a run, to be computed on the layout of `raw`, the config of this command.
+
+    Raises:
+        Refusal: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
+    """
+    told = about.get("config")
+    if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
+        raise Refusal(f"{path}: what it says of the run is no config")
+    for group in GROUPS:
+        must_be_named(path, group, told.get(group), raw.get(group))
+    before = about.get("data_dir")
+    there = isinstance(before, str) and Path(before).is_dir()
+    kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers", "resident")}
+    options = {key: told["strategy"].get(key) for key in ("sync_batchnorm", "compression")}
+    config = check(
+        {
+            **told,
+            **kept,
+            "num_nodes": 1,
+            "strategy": {**options, **{key: raw["strategy"].get(key) for key in ("name", "shares", "split")}},
+            "data_dir": raw["data_dir"] or (before if there else "data"),
+            "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
+            "ledger": True,
+        }
+    )
+    if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
+        own = told["strategy"]
+        layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
+        raise Refusal(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
+    return Life(about, config)
+
+
+SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
+
+
+def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
+    """Trains from a checkpoint, or from the seed, up to the last of `steps`; returns what the ledger of that says, by
+    step. Its last checkpoint stays in `folder`.
+
+    Raises:
+        Interrupted: before it was there.
+    """
+    (folder / "checkpoints").mkdir(parents=True)
+    if start is not None:
+        shutil.copyfile(start, folder / "checkpoints" / "last.ckpt")
+    until = {"_target_": "recomputing.Until", "steps": list(steps)}
+    config = replace(part.config, callbacks={**part.config.callbacks, "until": until})
+    try:
+        launch(_work, config, part.splits, folder, layout=config.layout, hang_timeout=config.hang_timeout)
+    except Interrupted:
+        if not (folder / NAME).exists() or steps[-1] not in _lines(folder):
+            raise
+    return _lines(folder)
+
+
+def _lines(folder: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in map(parsed, read(folder / NAME))}
+
+
+def _work(config: Config, splits: Splits, folder: Path) -> None:
+    logging.disable(logging.WARNING)
+    train(config, splits, folder)
+
+
+def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The first tensor or number of two checkpoints that differs, and by how much; empty where all are the same."""
+    for name in ("state_dict", *STATE):
+        for difference in _differences(name, found.get(name), wanted.get(name)):
+            return difference.removeprefix("state_dict.")
+    return ""
+
+
+def _differences(name: str, one: Any, other: Any) -> Iterator[str]:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            yield f"{name} is {one.dtype} {list(one.shape)}, and was {other.dtype} {list(other.shape)}"
+        elif not one.equal(other):
+            apart = (one.double() - other.double()).abs()
+            count, most = f"{int((apart > 0).sum())} of {one.numel()}", f"{apart.max():.1e}"
+            yield f"{name} in {count} elements, by {most} at most, of {other.double().abs().max():.1e}"
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in dict.fromkeys([*other, *one]):
+            yield from _differences(f"{name}.{key}", one.get(key), other.get(key))
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differences(f"{name}.{number}", *pair)
+    elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+        yield f"{name} is {str(one)[:40]}, and was {str(other)[:40]}"

@@ -1,0 +1,298 @@
+"""Computes parts of a run again, on any layout, and compares bits:
+
+    python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
+    python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
+
+The run must have been made with `ledger=true`, and with `checkpoint_keep=` to start anywhere but at its beginning.
+First the ledger itself is looked at: that each line follows from the one before, and that the samples of all steps are
+those of the seed. Then training goes on from the last checkpoint before each step that was chosen, up to it, in a
+folder that is thrown away; weights and optimizer must have the bits that the ledger says. docs/verify.md says what that
+proves, and what not.
+
+Exit codes: 0 all the same, 1 something differs, 2 bad input (no ledger, nothing to start from).
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+from pydantic import Field
+from recomputing import Life, first_difference, life, recompute
+
+from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.callbacks import checkpoint_io
+from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.callbacks.kept import steps_kept
+from lockstep.launch.environment import external_workers
+from lockstep.run import cli
+from lockstep.run.checks import Whole, as_text, checker, show
+from lockstep.run.continuation import differences
+from lockstep.run.ledger import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
+from lockstep.run.provenance import code_sha256, git_info, versions
+
+Line = dict[str, Any]
+HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}
+MOST_STEPS = 10_000_000  # between two lines; counting on would take minutes
+
+check_steps = checker(Whole | Annotated[list[Whole], Field(min_length=1)])
+check_seed = checker(Annotated[int, Field(strict=True, ge=0)])
+
+
+class Different(Exception):
+    """Something is not what the ledger says, of a `step`."""
+
+    def __init__(self, said: str, step: int = 0) -> None:
+        super().__init__(said)
+        self.step = step
+
+
+def verify(raw: dict[str, Any], folder: Path) -> None:
+    """Looks at the ledger, computes what was chosen, and says what is proven.
+
+    Raises:
+        Different: naming the first step that is not what the ledger says.
+        Refusal: there is no ledger, or nothing to start from.
+    """
+    torch.set_num_threads(1)  # this process forks
+    wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
+    if raw["num_nodes"] != 1 or external_workers():
+        raise Refusal("verify.py computes on one machine: num_nodes=1, and no torchrun")
+    run = Path(str(as_text(raw.pop("run")))).expanduser()
+    path = run / NAME
+    if not path.is_file():
+        raise Refusal(f"run={run}: it has no {NAME}; a run keeps one from its start with ledger=true")
+    lines = chained(path)
+    lives = lives_of(lines, raw, path)
+    for line, part in zip(lines[1:], lives[1:], strict=True):
+        check_samples(line, part)
+    starts = checkpoints(run, lines)
+    chosen = choose(wanted, seed, lines, starts, run)
+    notes = other_here(lives[-1].about)
+    wrong: dict[int, str] = {}
+    spans = []
+    for step in chosen:
+        start = max(found for found in starts if found < step)
+        found = compare(lines, lives, start, starts, step, folder / "again")
+        shutil.rmtree(folder / "again", ignore_errors=True)
+        print(f"steps {start} to {step}: {next(iter(found.values()), 'the same bits')}", flush=True)
+        wrong |= found
+        spans.append((start, step))
+    for note in notes:
+        print(f"note: {note}")
+    if wrong:
+        first = min(wrong)
+        raise Different(f"{run}: step {first} is not what its ledger says: {wrong[first]}")
+    conclude(lines, lives, spans)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+def chained(path: Path) -> list[Line]:
+    """The lines of a ledger, each of which follows from the one before.
+
+    Raises:
+        Different: one does not; Refusal: there is none.
+    """
+    texts = read(path)
+    lines: list[Line] = []
+    for number, text in enumerate(texts, 1):
+        line, before = parsed(text), lines[-1] if lines else None
+        if not line:
+            raise Different(f"{path}: line {number} is none of a ledger: it was changed")
+        if line.get("before") != (line_sha256(texts[number - 2]) if before else None):
+            wrong = before or line
+            raise Different(
+                f"{path}: the chain breaks at step {wrong['step']}: line {max(number - 1, 1)} was changed, or the next"
+            )
+        if before and (line["since"] != before["step"] or line["step"] < before["step"]):
+            raise Different(f"{path}: step {line['step']} does not go on from step {before['step']}")
+        lines.append({**line, "text": text})
+    if len(lines) < 2:
+        raise Refusal(f"{path}: no step is recorded yet; a line is written with each checkpoint: checkpoint_every")
+    return lines
+
+
+def lives_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Life]:
+    """For each line, what the run was about up to it.
+
+    Raises:
+        Different: the config is not the one of its hash, or the data are others here.
+    """
+    found: list[Life] = []
+    for line in lines:
+        if "about" in line:
+            part = life(line["about"], raw, path)
+            if part.about.get("data") != part.splits.fingerprint:
+                data = shown(part.about.get("data"))[:12]
+                raise Different(
+                    f"{path}: other data: their fingerprint is {part.splits.fingerprint[:12]} in "
+                    f"{part.config.data_dir}, and {data} in the ledger from step {line['since']} on"
+                )
+            if found:
+                print(f"note: after step {line['since']} the run went on otherwise: {changes(found[-1], part)}")
+        elif not found:
+            raise Different(f"{path}: its first line does not say what the run is about: it was changed")
+        else:
+            part = found[-1]
+        if line.get("config_sha256") != config_sha256(part.about["config"]):
+            raise Different(f"{path}: step {line['step']} has the hash of another config")
+        found.append(part)
+    return found
+
+
+def check_samples(line: Line, part: Life) -> None:
+    """Raises Different where the steps up to a line were not made of the samples that the seed gives."""
+    since, step = line["since"], line["step"]
+    if step - since > MOST_STEPS or line.get("samples_sha256") != samples_sha256(part.order, since, step):
+        raise Different(f"step {step}: the samples of steps {since + 1} to {step} are not those that the seed gives")
+
+
+def changes(before: Life, now: Life) -> str:
+    """What two lives differ in."""
+    parts = []
+    for name in sorted({*before.about, *now.about} - {"data_dir"}):
+        one, other = before.about.get(name), now.about.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            parts += differences(one, other)
+        elif one != other:
+            parts.append(f"another {name}")
+    return shown(listed(parts))
+
+
+def other_here(about: Mapping[str, Any]) -> list[str]:
+    """What is not here as it was there, though the bits may be the same."""
+    there = about.get("versions")
+    packages = there if isinstance(there, dict) else {}
+    odd = [f"{name} {old} there, {versions().get(name)} here" for name, old in packages.items()]
+    odd = [each for each, (name, old) in zip(odd, packages.items(), strict=True) if versions().get(name) != old]
+    if about.get("code_sha256") != code_sha256():
+        here = git_info()
+        sides = [(about.get("commit"), about.get("dirty"), "there"), (here["commit"], here["dirty"], "here")]
+        commits = [f"commit {str(commit)[:12]}{' and changes' * bool(dirty)} {side}" for commit, dirty, side in sides]
+        odd.append(f"src/ is not the same code: {', '.join(commits)}")
+    return [shown(each) for each in odd]
+
+
+def shown(value: Any) -> str:
+    """Text of a stranger's, for a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in str(value)[:300])
+
+
+# --- the steps --------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
+    """Where training can go on from, by step: kept checkpoints of the ledger's steps, and the seed."""
+    folder = run / "checkpoints"
+    steps = {line["step"] for line in lines}
+    found: dict[int, Path | None] = {}
+    if folder.is_dir():
+        found |= {step: path for step, path in steps_kept(folder).items() if step in steps}
+    if lines[0]["step"] == 0:
+        found[0] = None
+    return found
+
+
+def choose(
+    wanted: int | list[int], seed: int, lines: Sequence[Line], starts: Mapping[int, Any], run: Path
+) -> list[int]:
+    """The steps up to which is computed: those named; or some at random, of those that have a start right before them.
+
+    Raises:
+        Refusal: one is not in the ledger, or there is nothing to start from.
+    """
+    computed = {line["step"]: line["since"] for line in lines[1:] if line["step"] > line["since"]}
+    if isinstance(wanted, int):
+        within = sorted(step for step, since in computed.items() if since in starts)
+        chosen = sorted(random.Random(seed).sample(within, min(wanted, len(within))))
+    else:
+        chosen = sorted(set(wanted))
+    for step in chosen:
+        if step not in computed:
+            near = sorted(sorted(computed, key=lambda found: abs(found - step))[:3])
+            raise Refusal(f"steps={show(wanted)}: the ledger has no line at {step}; near it are {listed(near)}")
+    if not chosen or not all(any(start < step for start in starts) for step in chosen):
+        raise Refusal(
+            f"run={run}: no checkpoint to start from; a run keeps them with checkpoint_keep=-1 (all) or a number"
+        )
+    return chosen
+
+
+def compare(
+    lines: Sequence[Line], lives: Sequence[Life], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
+) -> dict[int, str]:
+    """Computes from one recorded step to another one, and compares at each between. Returns what is wrong, by step; it
+    ends with the first.
+
+    Raises:
+        Refusal: the run went on otherwise in between.
+    """
+    first = max(number for number, line in enumerate(lines) if line["step"] == start)
+    within = [line for line in lines[first + 1 :] if line["step"] <= step]
+    if len({line["config_sha256"] for line in within}) > 1:
+        raise Refusal(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
+    kept = {line["step"]: path for line in lines[first:] if (path := starts.get(line["step"])) is not None}
+    try:
+        if start in kept:
+            check_kept(kept[start], lines[first])
+        found = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
+        for line in within:
+            compare_line(line, found.get(line["step"], {}), kept.get(line["step"]), folder)
+    except Different as wrong:
+        return {wrong.step: str(wrong)}
+    return {}
+
+
+def compare_line(line: Line, own: Line, kept: Path | None, folder: Path) -> None:
+    """Raises Different where what was computed up to a line, or the checkpoint that was kept, has not its hashes."""
+    wanted = check_kept(kept, line) if kept is not None else {}
+    odd = [word for key, word in HASHES.items() if own.get(key) != line.get(key)]
+    if not odd:
+        return
+    said, mine = f"other {' and '.join(odd)}", checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
+    if wanted and mine["global_step"] == line["step"]:
+        said += f"; first {first_difference(mine, wanted)}"
+    raise Different(said, line["step"])
+
+
+def check_kept(path: Path, line: Line) -> dict[str, Any]:
+    """A kept checkpoint, loaded; raises Different where it is not the one of its line."""
+    try:
+        checkpoint = checkpoint_io.load(path)
+    except CheckpointError as error:
+        raise Different(str(error), line["step"]) from error
+    found = hashes(checkpoint)
+    odd = [word for key, word in HASHES.items() if key in line and found[key] != line[key]]
+    if checkpoint.get("global_step") != line["step"]:
+        odd.append("step")
+    if odd:
+        raise Different(f"{path.name} is another checkpoint: other {' and '.join(odd)}", line["step"])
+    return checkpoint
+
+
+def conclude(lines: Sequence[Line], lives: Sequence[Life], spans: Sequence[tuple[int, int]]) -> None:
+    """The last words: what is proven, and what not."""
+    layout, last = lives[-1].config.layout, lines[-1]["step"]
+    where = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
+    again = len({step for start, end in spans for step in range(start, end)})
+    named = listed((f"{start} to {end}" for start, end in spans), 8)
+    print(
+        f"proven: steps {named} ({again} of {last}), computed again ({layout.accelerator}, {where}), have the recorded "
+        f"bits of weights and optimizer; all {last} steps have the seed's samples; {len(lines)} lines are one chain, "
+        f"whose last hash is {line_sha256(lines[-1]['text'])}"
+    )
+    left = f"the other {last - again} steps; " if again < last else ""
+    print(f"not proven: {left}other hardware; that nobody made several runs and chose this one")
+
+
+if __name__ == "__main__":
+    cli.command(verify, "verify")

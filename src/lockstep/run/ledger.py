@@ -1,0 +1,222 @@
+"""`ledger=true`: `ledger.jsonl` in the run's folder has a line for each checkpoint, with hashes of what the steps up to
+it took and came to. Who has the folder can compute any part of the run again: scripts/verify.py.
+
+A line is written after its checkpoint, which holds it too: what a kill has left out, or what lies beyond the checkpoint
+that the run goes on from, is put right by the next life. Weights are reproducible on the same layout in any case, and
+on every layout under `exact=true`; so the ledger needs it not, and names the layout where it counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.order import DataOrder
+from lockstep.loading import Splits
+from lockstep.run.config import Config
+from lockstep.run.fast import threads_of
+from lockstep.run.provenance import code_sha256, git_info, versions
+from lockstep.run.summary import weights_sha256
+
+LOG = logging.getLogger("lockstep")
+NAME = "ledger.jsonl"
+ENCODING = "latin-1"  # any bytes are text in it; our own lines are ASCII
+MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
+# Keys of the front page that decide about no bit of the weights; of the layout, see `deciding`.
+BESIDE = (
+    *("name", "outputs", "data_dir", "num_workers", "resident", "allocator", "memory_budget", "logger", "sweep"),
+    *("devices", "num_nodes", "accumulate_grad_batches", "rdzv_endpoint", "machine_timeout", "max_restarts", "elastic"),
+    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "ledger", "resume"),
+)
+WATCHING = ("Meter", "Console", "Dashboard", "Pictures", "Checkpoint")  # callbacks of ours that change nothing
+# What a checkpoint holds, beside weights, that the next step follows from: of Lightning, and its loss scaler and EMA.
+STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
+
+
+class Ledger:
+    """Writes it. Rank zero has one; all but the constructor is called by the thread that writes checkpoints.
+
+    Args:
+        folder: the run's.
+        resumed: the checkpoint that the run goes on from; empty: none.
+        weights: the module's state_dict as the run begins.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, splits: Splits, resumed: Mapping[str, Any], weights: Mapping[str, Any]
+    ) -> None:
+        self._path = folder / NAME
+        self._order = DataOrder(len(splits.train), config.layout, config.seed)
+        self._about: dict[str, Any] = {"config": deciding(config), "data": splits.fingerprint}
+        self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
+        self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
+        self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
+        self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
+        self._last: dict[str, Any] | None = None  # the line before; None until the file has been put right
+        self._changed = False  # what the run is about, since that line
+        self._begin = self._end = 0  # where it lies in the file
+
+    def enter(self, checkpoint: dict[str, Any]) -> None:
+        """Adds to a checkpoint, under `ledger`, the line that `append` is to write."""
+        before, step = self.mend(), checkpoint["global_step"]
+        again = before["step"] == step and not self._changed  # the newer checkpoint takes the older one's place
+        self._end = self._begin if again else self._end
+        since = before["since"] if again else before["step"]
+        chain = before["before"] if again else line_sha256(text_of(before))
+        line = {"step": step, "since": since, "before": chain, **hashes(checkpoint)}
+        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._facts(again, before)}
+        self._last, self._changed = line, False
+        checkpoint["ledger"] = text_of(line)
+
+    def append(self) -> None:
+        """Writes the line of the checkpoint that is now on the disk."""
+        assert self._last is not None
+        self._write(self._end, text_of(self._last))
+
+    def mend(self) -> dict[str, Any]:
+        """Puts the file right, once: what is beyond the checkpoint that the run goes on from is cut, its own line is
+        added where that is missing, and without either a new ledger begins. Returns the last line."""
+        if self._last is not None:
+            return self._last
+        self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
+        lines = read(self._path) if self._path.exists() else []
+        base = parsed(self._base) if self._base else {}
+        ends = [line for line in lines if line == self._base or line_sha256(line) == base.get("before")]
+        if base.get("step") == self._opening["step"] and ends:
+            kept = lines[: lines.index(ends[-1]) + 1]
+            kept += [self._base] * (kept[-1] != self._base)
+            said: dict[str, Any] = next((about for line in reversed(kept) if (about := parsed(line).get("about"))), {})
+            self._changed = any(said.get(key) != value for key, value in self._about.items() if key != "data_dir")
+        else:
+            opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
+            kept = [text_of(opening)]
+            if self._opening["step"]:
+                LOG.warning("%s begins anew after step %d: it lacks the lines before", NAME, self._opening["step"])
+        self._end = sum(len(line) + 1 for line in kept[:-1])
+        self._write(self._end, kept[-1])
+        self._last = parsed(kept[-1])
+        return self._last
+
+    def _facts(self, again: bool, before: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
+        """The config's hash; what the run is about, where the file does not say it yet."""
+        told: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
+        told |= {"about": before["about"]} if again and "about" in before else {}
+        return {"config_sha256": config_sha256(self._about["config"]), **told}
+
+    def _write(self, at: int, line: str) -> None:
+        """Makes a line the file's last one, from byte `at` on."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise type(error)(error.errno, f"can't write ({error.strerror})", str(self._path)) from error
+        with open(descriptor, "r+b") as file:
+            file.seek(at)
+            file.truncate()
+            file.write(f"{line}\n".encode(ENCODING))
+            self._begin, self._end = at, file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def deciding(config: Config) -> dict[str, Any]:
+    """The part of a config that the weights' bits follow from, as it was resolved: without `exact`, the layout too."""
+    layout, record = config.layout, config.record
+    kept = {key: value for key, value in record.items() if key not in BESIDE}
+    watching = tuple(f"lockstep.callbacks.{name}" for name in WATCHING)
+    callbacks = {name: options for name, options in config.callbacks.items() if options}
+    strategy = {"sync_batchnorm": config.strategy.sync_batchnorm, "compression": config.strategy.compression}
+    own = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
+    own["shares"] = list(layout.shares)
+    return kept | {
+        "callbacks": {name: each for name, each in callbacks.items() if each.get("_target_") not in watching},
+        "strategy": strategy if layout.exact else strategy | own,
+        "accelerator": layout.accelerator,
+        "pieces": layout.pieces,
+        "precision": config.precision,
+        "threads": threads_of(config),
+    }
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[str]:
+    """The lines of a ledger; one that a kill has cut short is left out.
+
+    Raises:
+        Refusal: it can't be read.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            content = file.read(MOST + 1)
+    except OSError as error:
+        raise Refusal(f"{path}: can't be read ({error.strerror})") from error
+    if len(content) > MOST:
+        raise Refusal(f"{path}: longer than any ledger, more than {MOST >> 20} MiB")
+    return content.decode(ENCODING).split("\n")[:-1]
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """A line of a ledger; empty where it is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(found, dict) and all(type(found.get(key)) is int for key in ("step", "since"))
+    return found if whole and isinstance(found.get("about", {}), dict) else {}
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, sort_keys=True, default=str)
+
+
+def line_sha256(line: str) -> str:
+    return hashlib.sha256(line.encode(ENCODING)).hexdigest()
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(text_of(config).encode()).hexdigest()
+
+
+def samples_sha256(order: DataOrder, since: int, step: int) -> str:
+    """SHA-256 over the sample ids, int64, of the optimizer steps after `since` up to `step`, in their order."""
+    sha256 = hashlib.sha256()
+    for position in map(order.position, range(since, step)):
+        sha256.update(order.step(*position).astype("<i8").tobytes())
+    return sha256.hexdigest()
+
+
+def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
+    """Of a checkpoint's weights, and of what else the next step follows from: the optimizer's and the schedule's state,
+    gradients under way."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
+    state = {name: checkpoint[name] for name in STATE if name in checkpoint} | {"late": loop.get("late", [])}
+    sha256 = hashlib.sha256()
+    for part in _parts(state):
+        sha256.update(part)
+    return {"weights_sha256": weights_sha256(checkpoint["state_dict"]), "optimizer_sha256": sha256.hexdigest()}
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype}{list(value.shape)}".encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    elif isinstance(value, Mapping):
+        yield f"{{{len(value)}".encode()
+        for key in sorted(value, key=str):
+            yield f"{key}:".encode()
+            yield from _parts(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield f"{value!r};".encode()

@@ -1,0 +1,201 @@
+"""The ledger, and what scripts/verify.py proves by it: a run that was killed twice and changed its layout twice comes
+out again on two others; one that says what was not computed does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import STRUCK, Program, forked, summary_of, wait_for
+
+from lockstep.callbacks.checkpoint_io import save
+from lockstep.callbacks.kept import keep, steps_kept
+from lockstep.run.ledger import config_sha256, hashes, line_sha256, parsed, text_of
+
+pytestmark = pytest.mark.slow
+
+JOB = (*STRUCK, "checkpoint_every=5", "exact=true", "pieces=4", "ledger=true", "checkpoint_keep=-1")
+Lines = list[dict[str, Any]]
+
+
+def ledger(folder: Path) -> Lines:
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def killed(program: Program, step: int, *overrides: str) -> Path:
+    """The folder of a run that was killed as a whole some time after a step."""
+    process = program.start(*overrides)
+    (kept,) = wait_for(lambda: [*program.outputs.rglob(f"step_{step}.ckpt")], process)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert program.finish(process).returncode == -signal.SIGKILL
+    return kept.parent.parent
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One device, then ddp on 3, then dp on 2; between them kills, one after which the last line is missing, and one
+    after which there are lines of steps that were lost, and a part of a line."""
+    program = Program(tmp_path_factory.mktemp("runs") / "outputs")
+    folder = killed(program, 10, *JOB, "max_epochs=12")
+    file = folder / "ledger.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    file.write_text("".join(line for line in lines if parsed(line)["step"] < last))
+    killed(program, 60, f"resume={folder}", "strategy=ddp", "devices=3")
+    lost = json.loads(file.read_text().splitlines()[-1]) | {"step": 10**6}
+    with file.open("a") as more:
+        more.write(f'{json.dumps(lost)}\n{{"before": "12')
+    done = program(f"resume={folder}", "strategy=dp", "devices=2")
+    assert done.folder == folder
+    return folder
+
+
+def verified(run: Path, *overrides: str) -> tuple[int, str]:
+    done = forked("scripts/verify.py", f"run={run}", f"outputs={run.parent.parent / 'verified'}", *overrides)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
+    texts, lines = (run / "ledger.jsonl").read_text().splitlines(), ledger(run)
+    steps = [line["step"] for line in lines]
+    total = summary_of(run)["steps"]
+    due = {*range(0, total + 1, 5), *range(0, total + 1, 12)}
+    assert steps == sorted(due), "every fifth step, and epochs' ends"
+    assert [line["since"] for line in lines[1:]] == steps[:-1]
+    assert [line["before"] for line in lines] == [None, *map(line_sha256, texts[:-1])]
+    assert lines[-1]["weights_sha256"] == summary_of(run)["weights_sha256"]
+    assert [line["step"] for line in lines if "about" in line] == [0], "another layout is no other run under exact"
+    kept = steps_kept(run / "checkpoints")
+    assert [*kept] == steps[1:]
+    assert len({path.stat().st_ino for path in kept.values()}) == len(kept), "none is another one's second name"
+
+
+def test_it_comes_out_again_on_other_layouts(run: Path) -> None:
+    code, said = verified(run, "steps=2", "seed=3")
+    assert code == 0, said
+    assert said.count("the same bits") == 2
+    assert "proven: steps" in said
+    assert "not proven: the other" in said
+    code, said = verified(run, "steps=[5,70]", "strategy=ddp", "devices=2")
+    assert code == 0, said
+    assert "steps 0 to 5: the same bits\nsteps 65 to 70: the same bits\n" in said, "from the seed, too"
+    assert not [*(run.parent.parent / "verified").rglob("*.ckpt")], "what was computed is gone"
+
+
+def forged(run: Path, folder: Path, change: Callable[[Lines], None], chain: bool = True) -> Path:
+    """A copy of a run whose ledger was changed; with `chain`, so that each line follows from the one before."""
+    if folder != run:
+        shutil.copytree(run, folder)
+    lines = ledger(folder)
+    change(lines)
+    for before, line in pairwise(lines):
+        line["before"] = line_sha256(text_of(before)) if chain else line["before"]
+    (folder / "ledger.jsonl").write_text("".join(f"{text_of(line)}\n" for line in lines))
+    return folder
+
+
+def with_other_weights(folder: Path, step: int) -> dict[str, Any]:
+    """Changes a bit of a kept checkpoint, and returns it."""
+    path = folder / "checkpoints" / f"step_{step}.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    name = next(iter(checkpoint["state_dict"]))
+    checkpoint["state_dict"][name].view(-1).view(torch.int32)[3] ^= 1
+    path.unlink()
+    save(checkpoint, path)
+    return dict(checkpoint)
+
+
+def at(lines: Lines, step: int) -> dict[str, Any]:
+    return next(line for line in lines if line["step"] == step)
+
+
+def test_a_changed_line_breaks_the_chain(run: Path, tmp_path: Path) -> None:
+    folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 20).update(weights_sha256="0" * 64), chain=False)
+    code, said = verified(folder)
+    assert (code, "the chain breaks at step 20" in said) == (1, True), said
+
+
+def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> None:
+    folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 30).update(samples_sha256="0" * 64))
+    code, said = verified(folder)
+    assert (code, "the samples of steps 26 to 30 are not those that the seed gives" in said) == (1, True), said
+    assert "same bits" not in said
+
+    def other_seed(lines: Lines) -> None:
+        lines[0]["about"]["config"]["seed"] = 1
+        for line in lines:
+            line["config_sha256"] = config_sha256(lines[0]["about"]["config"])
+
+    code, said = verified(forged(run, tmp_path / "c" / "d", other_seed))
+    assert (code, "step 5: the samples of steps 1 to 5 are not those" in said) == (1, True), said
+
+
+def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
+    folder = forged(run, tmp_path / "a" / "b", lambda lines: None)
+    changed = with_other_weights(folder, 25)
+    code, said = verified(folder, "steps=[25,30]")
+    assert (code, "step 25 is not what its ledger says: step_25.ckpt is another checkpoint: other weights" in said) == (
+        1,
+        True,
+    ), said
+    forged(folder, folder, lambda lines: at(lines, 25).update(hashes(changed)))
+    code, said = verified(folder, "steps=[20,25,30]")
+    assert "steps 15 to 20: the same bits" in said
+    assert re.search(r"error: .*step 25 is not .*: other weights; first [\w.]+ in 1 of \d+ elements, by ", said), said
+    assert code == 1
+
+
+def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
+    def change(lines: Lines) -> None:
+        about = lines[0]["about"]
+        about["config"]["lr"] *= 1 + 1e-6
+        for line in lines:
+            line["config_sha256"] = config_sha256(about["config"])
+
+    code, said = verified(forged(run, tmp_path / "a" / "b", change), "steps=[5,12]")
+    assert (code, "step 5 is not what its ledger says: other weights and optimizer; first" in said) == (1, True), said
+
+
+def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
+    job = [*STRUCK, "checkpoint_every=5", "ledger=true", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
+    folder = run_train(*job).folder
+    assert [*steps_kept(folder / "checkpoints")] == [20, 24]
+    code, said = verified(folder, "steps=[24]")
+    assert (code, "has the same bits on its own layout only: strategy=ddp devices=2" in said) == (2, True), said
+    code, said = verified(folder, "steps=[24]", "devices=2")
+    assert code == 0, said
+    assert "steps 20 to 24: the same bits" in said
+    # trained on: another length, so another schedule, which the ledger tells of
+    run_train(f"resume={folder}", "max_epochs=3")
+    assert [line["step"] for line in ledger(folder) if "about" in line] == [0, 25]
+    code, said = verified(folder, "steps=[36]", "devices=2")
+    assert (code, "after step 24 the run went on otherwise: max_epochs: 2 -> 3" in said) == (0, True), said
+    for wanted, why in {
+        "steps=[23]": "has no line at 23; near it are 20, 24, 25",
+        "steps=[30]": "after step 0, the nearest with a checkpoint, the run's config changed",
+        "steps=x": "steps=x: must be",
+        "run=nowhere": "run=nowhere: it has no ledger.jsonl",
+    }.items():
+        code, said = verified(folder, "devices=2", wanted)
+        assert (code, why in said) == (2, True), said
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    for step in (5, 10, 12, 15, 9):
+        last.unlink(missing_ok=True)
+        last.write_text(str(step))
+        keep(last, step, 2)
+        kept = {5: [5], 10: [5, 10], 12: [10, 12], 15: [12, 15], 9: [9]}[step]
+        assert [*steps_kept(tmp_path)] == kept, "of steps behind which a run has gone back, none"
+    assert (tmp_path / "step_9.ckpt").samefile(last)
