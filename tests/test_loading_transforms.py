@@ -274,6 +274,8 @@ def test_a_balanced_epoch() -> None:
         assert len(taken) == len(set(taken.tolist())) == 100, "no sample is taken twice with the same number"
         ids = order.permutation(epoch)
         assert np.array_equal(ids, taken % 100)
+        steps = [order.step(epoch, step) for step in range(order.steps_per_epoch)]
+        assert np.array_equal(ids, np.concatenate(steps)), "of samples, whose labels may be asked for"
         counts = np.bincount(labels[ids], minlength=10)
         assert sorted(counts[[0, 4, 9]].tolist()) == [33, 33, 34]
         times = np.bincount(ids, minlength=100)

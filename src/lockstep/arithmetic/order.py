@@ -86,13 +86,14 @@ class DataOrder:
         return divmod(global_step, self.steps_per_epoch)
 
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
-        """The numbers of step `index` of an epoch, in order: without labels, sample ids."""
+        """The sample ids of step `index` of an epoch, in order."""
         size = self.layout.batch_size
-        return self.numbers(epoch)[index * size : (index + 1) * size]
+        return self.numbers(epoch)[index * size : (index + 1) * size] % self.samples
 
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
         """The numbers of each piece of a step; empty where a short last step has fewer samples than pieces."""
-        found = self.step(epoch, index)
+        start = index * self.layout.batch_size
+        found = self.numbers(epoch)[start : start + self.layout.batch_size]
         at = cuts(len(found), self.layout.pieces)
         return [found[start:stop] for start, stop in pairwise(at)]
 
