@@ -61,7 +61,7 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dic
     kind = make.func if isinstance(make.func, type) else Logger
     if issubclass(kind, TensorBoardLogger):
         # At the first start too: of those that it finds, TensorBoard takes only the ones after it for a restart.
-        return call(name, partial(make, purge_step=step + 1))  # type: ignore[no-any-return]
+        return call(name, partial(make, purge_step=step + 1))
     if environment().rank:
         return DummyLogger()  # some would open what they write to
     os.environ.update({name: seconds for name, seconds in PATIENCE.items() if name not in os.environ})
