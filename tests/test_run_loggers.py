@@ -14,11 +14,12 @@ import pytest
 from conftest import Program, composed
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+from wandb.proto import wandb_internal_pb2
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import check
 
+Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 
 

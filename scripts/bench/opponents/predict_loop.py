@@ -27,9 +27,8 @@ class Files(Dataset):
         return len(self.files)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        image = ImageOps.fit(
-            Image.open(self.files[index]).convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR
-        )
+        image, size = Image.open(self.files[index]).convert("RGB"), (self.size, self.size)
+        image = ImageOps.fit(image, size, Image.Resampling.BILINEAR)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         return (pixels - self.mean) / self.std
 
