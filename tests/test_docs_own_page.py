@@ -6,20 +6,14 @@ import csv
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, Program, summary_of
-from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
-from lockstep.run.build import make_loggers
-from lockstep.run.config import check
-from lockstep.run.library import compose
 from lockstep.run.opening import open_data
 from project.models import MnistCNN
 
@@ -28,7 +22,12 @@ pytestmark = pytest.mark.slow
 BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
 # Where the length proves nothing.
-SHORTER = {"model=shuffle": "data.samples=320", "model=focal": "max_epochs=4", "optimizer=rmsprop": "max_epochs=1"}
+SHORTER = {
+    "model=shuffle": "data.samples=320",
+    "model=focal": "max_epochs=4",
+    "optimizer=rmsprop": "max_epochs=1",
+    "logger=table": "max_epochs=1",
+}
 ALL = ("threads=1",)
 
 
@@ -121,16 +120,3 @@ def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "workers/samples_per_second", "train/lr"} <= set(rows[0])
     assert not (followed[7] / "tensorboard").exists()
-
-
-def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path) -> None:
-    (table,) = (text for _, text in BLOCK.findall((ROOT / "docs" / "own.md").read_text()) if "CSVLogger" in text)
-    logger: Any = OmegaConf.to_container(OmegaConf.create(table))
-    config = replace(check(compose()), logger=logger)
-    for first, last in ((1, 3), (3, 4)):  # what was logged after the last checkpoint, at step 2, is logged again
-        (logger,) = make_loggers(config, tmp_path, first - 1)
-        for step in range(first, last + 1):
-            logger.log_metrics({"loss": float(step)}, step)
-        logger.save()
-    with (tmp_path / "table" / "metrics.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
