@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
+from lockstep.step.memory import limit_memory
 from project.models import ImageClassifier, MnistCNN
 
 SIZE, CLASSES = 12, 3
@@ -297,6 +298,19 @@ class Helped(OwnOptimizer):
 
     def made(self):
         return self.optimizer(params=self.parameters())
+
+
+class OutOfMemory(MnistCNN):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            limit_memory(128, self.trainer.strategy)
+            torch.zeros(1 << 30)
+        return super().training_step(batch, batch_idx)
+
+
+class WrongShapes(MnistCNN):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("shapes cannot be multiplied")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,15 +11,15 @@ from lockstep.launch import watchdog
 
 
 def silent(rank: int, busy: str, together: Any) -> None:
-    """What rank zero does, for which the other one waits: it `writes` to a slow disk; it `stops` while it writes, or
-    does `nothing`, and is silent until it is ended."""
+    """What rank zero does, for which the other one waits: it `writes` to a slow disk, or `stops` while it writes, and is
+    silent until it is ended."""
     together.wait()
     watchdog.join(rank)
     if busy == "writes":
         if rank == 0:
             with watchdog.patient():
-                time.sleep(6)
-    elif rank == 0 and busy == "stops":
+                time.sleep(3)
+    elif rank == 0:
         with watchdog.patient():
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGSTOP)

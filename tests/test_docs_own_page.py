@@ -6,14 +6,11 @@ import csv
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, Program, summary_of
-from omegaconf import OmegaConf
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
@@ -28,7 +25,12 @@ pytestmark = pytest.mark.slow
 BLOCK = re.compile(r"`((?:src|conf)/[\w/.]+)`[^`]*:\n\n```\w+\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
 # Where the length proves nothing.
-SHORTER = {"model=shuffle": "data.samples=320", "model=focal": "max_epochs=4", "optimizer=rmsprop": "max_epochs=1"}
+SHORTER = {
+    "model=shuffle": "data.samples=320",
+    "model=focal": "max_epochs=4",
+    "optimizer=rmsprop": "max_epochs=1",
+    "logger=table": "max_epochs=1",
+}
 ALL = ("threads=1",)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Process, Program, Run, ended, of_process, summary_of, wait_for, workers_of
+from conftest import Process, Program, Run, ended, of_process, wait_for, workers_of
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
@@ -130,13 +131,13 @@ def test_a_cut_leaves_no_trace(run_train: Program, tmp_path: Path) -> None:
 def test_an_epoch_that_max_steps_ended_or_cut_short(run_train: Program, tmp_path: Path) -> None:
     job = (*JOB, "scheduler=constant", "max_epochs=3", "logger=none")  # of 12 steps each
     undisturbed = Program(tmp_path / "undisturbed")(*job, "max_steps=36")
-    for steps in (12, 15):
-        program = Program(tmp_path / str(steps))
-        run = program(*job, f"max_steps={steps}")
+    run = run_train(*job, "max_steps=12")
+    for steps in (15, 36):
         assert run.summary["weights_sha256"] != undisturbed.summary["weights_sha256"]
         assert "val/acc" in run.summary["metrics"]
         assert (run.folder / "checkpoints" / "best.ckpt").exists()
-        same_end(program(f"resume={run.folder}", "max_steps=36"), undisturbed)
+        run = run_train(f"resume={run.folder}", f"max_steps={steps}")
+    same_end(run, undisturbed)
 
 
 CUT = """
@@ -171,17 +172,6 @@ def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
         assert len({found["global_step"] for found in best}) == 1
 
 
-def test_cut_between_the_last_checkpoint_and_its_second_name(run_train: Program) -> None:
-    run = run_train(*JOB, "max_epochs=2", "lr=1e-30", "logger=none")  # of equal scores the last one is the best
-    kept, best = (run.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
-    assert best.samefile(kept)
-    best.unlink()
-    best.write_bytes(b"what was the best before")
-    again = run_train(f"resume={run.folder}")
-    assert best.samefile(kept)
-    same_end(again, run)
-
-
 @pytest.mark.slow
 def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) -> None:
     options = (*JOB, "pieces=4", "max_epochs=12", "optimizer=adamw", "lr=0.003", "exact=true", "logger=none")
@@ -208,14 +198,6 @@ def test_three_ranks_make_the_bits_of_a_run_that_was_not_cut(run_train: Program,
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
-def test_a_run_goes_on_with_a_tail_that_leaves_rank_zero_no_sample(run_train: Program) -> None:
-    """20 samples more than a step's 170: pieces of 85, of which the tail's first is empty."""
-    task = ("data=synthetic", "data.samples=190", "data.image_size=12", "data.num_classes=3", "batch_size=170")
-    short = (*task, "strategy=ddp", "devices=2", "threads=1", "logger=none", "callbacks.checkpoint.monitor=null")
-    folder = run_train(*short, "max_steps=3").folder
-    assert run_train(f"resume={folder}", "max_steps=6").summary["steps"] == 6
-
-
 @pytest.mark.parametrize("name", ["o'brien", "a b\\", '\\"b', "\\'b"])
 def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
@@ -228,15 +210,6 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     )
     assert run["hydra.run.dir"] == sweep["hydra.sweep.dir"] == sweep["sweep.resume"] == str(folder)
     assert run["resume"] == str(folder / "checkpoints" / "last.ckpt")
-
-
-def test_powersgd_tells_what_no_checkpoint_holds(run_train: Program) -> None:
-    task = (*JOB, *DDP, "logger=none", "max_epochs=1", "scheduler=constant")
-    begun = run_train(*task, "strategy.compression=powersgd", "max_steps=2")
-    run = run_train("resume=last", f"outputs={run_train.outputs}", "max_steps=3")
-    told = "strategy.compression=powersgd begins anew"
-    assert told in run.stderr
-    assert told not in begun.stderr
 
 
 def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) -> None:
@@ -274,21 +247,6 @@ def test_what_changed_since_the_checkpoint_is_told_once() -> None:
 
 
 # --- asked to save, or to end -----------------------------------------------------------------------------------------
-
-
-def test_save_and_go_on_then_save_and_end(run_train: Program) -> None:
-    process = run_train.start(*ENDLESS, *DDP, "checkpoint_every=100000")
-    log = next(iter(wait_for(lambda: list(run_train.outputs.rglob("train.log")), process) or ()))
-    wait_for(lambda: "step 32 samples" in log.read_text(), process)
-    process.send_signal(signal.SIGUSR1)
-    wait_for(lambda: "SIGUSR1: saved last.ckpt" in log.read_text(), process)
-    first = last(log.parent)["global_step"]
-    os.kill(workers_of(process)[1], signal.SIGTERM)  # a worker that is not the one that saves
-    run = run_train.finish(process)
-    assert run.returncode == 143, str(run)
-    assert last(log.parent)["global_step"] > first
-    assert "Traceback" not in run.stderr
-    assert summary_of(log.parent)["status"] == "interrupted"
 
 
 def test_terminated_with_the_whole_group(run_train: Program) -> None:
@@ -333,9 +291,10 @@ def test_a_validation_and_an_epochs_end_follow_every_step(run_train: Program, tm
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: "SIGUSR1: saved last.ckpt" in log.read_text(), process)
     folder = log.parent
-    process.send_signal(signal.SIGTERM)
+    os.kill(workers_of(process)[1], signal.SIGTERM)  # not the one that saves
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)
+    assert "Traceback" not in run.stderr
     step = last(folder)["global_step"]
     assert (run.summary["status"], run.summary["steps"]) == ("interrupted", step)
     assert (folder / "train.log").read_text().count("saved last.ckpt after step") == 2
@@ -380,8 +339,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
     first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     through = run_train(f"resume={folder}", "max_epochs=2")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    # the first by the parent, the others by a worker
-    for wanted, wrong in [(folder, "pieces=3"), (folder, "optimizer=adamw"), (first, "batch_size=16")]:
+    for wanted, wrong in [(folder, "pieces=3"), (first, "batch_size=16")]:  # by the parent, and by a worker
         run = run_train(f"resume={wanted}", wrong, ok=False)
         assert run.returncode == 2, str(run)
         assert run.stderr.count("\n") == 1
@@ -412,18 +370,13 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
 
 @pytest.mark.parametrize("kind", ["hostile", "truncated"])
 def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path, kind: str) -> None:
-    content = (finished.folder / "checkpoints" / "last.ckpt").read_bytes()
-    folder = tmp_path / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / ".hydra").mkdir()
-    overrides = finished.folder / ".hydra" / "overrides.yaml"
-    (folder / ".hydra" / "overrides.yaml").write_bytes(overrides.read_bytes())
-    path, witness = folder / "checkpoints" / "last.ckpt", tmp_path / "it-ran"
-    (folder / "checkpoints" / "best.ckpt").write_bytes(content)
+    folder, witness = tmp_path / "run", tmp_path / "it-ran"
+    path = folder / "checkpoints" / "last.ckpt"
+    shutil.copytree(finished.folder, folder)
     if kind == "hostile":
         torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
     else:
-        path.write_bytes(content[: len(content) // 2])
+        path.write_bytes(path.read_bytes()[:-1000])
     for name, option in (("train", f"resume={folder}"), ("evaluate", f"checkpoint={path}")):
         program = Program(tmp_path / "outputs", f"src/{name}.py")
         done = program(option, env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ok=False)
@@ -432,6 +385,9 @@ def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: 
         assert done.stderr.count("\n") == 1
     assert not witness.exists()
     assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"
+    if kind == "hostile":
+        torch.load(path, weights_only=False)  # the control: the payload does run
+        assert witness.exists()
 
 
 def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

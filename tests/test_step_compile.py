@@ -103,7 +103,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("busy", ["writes", "stops", "nothing"])
+@pytest.mark.parametrize("busy", ["writes", "stops"])
 def test_silence_is_noticed_where_nobody_compiles_or_writes(busy: str) -> None:
     context = multiprocessing.get_context("spawn")
     with scratch_folder() as folder:
@@ -119,8 +119,6 @@ def test_silence_is_noticed_where_nobody_compiles_or_writes(busy: str) -> None:
     if busy == "writes":
         assert not found, "the one that is busy, and the one that waits for it, live"
     else:
-        assert next(iter(found)) in [worker.pid for worker in workers]
-    if busy == "stops":
         assert found[workers[0].pid].startswith("rank 0"), "the one that the other waits for"  # type: ignore[index]
 
 
@@ -130,41 +128,20 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
     """Also one that goes on uncompiled, in the middle of an epoch."""
 
     def run(name: str, *overrides: str) -> Run:
-        options = ("data.samples=80", "threads=1", *overrides)  # two epochs of three steps
+        options = ("data.samples=80", "threads=1", *overrides)  # epochs of three steps
         found = train(project, tmp_path / name, "LitDigits", *options)
         assert ("compiled, 1 thread" in found.stderr + found.stdout) == ("compile=true" in overrides)
         return found
 
-    plain = run("plain")
-    cut = run("cut", "compile=true", "max_steps=4", *DDP)
-    ended = go_on(project, cut, "compile=false", "max_steps=6")
+    plain = run("plain", "exact=true")
+    alone, ddp = (run(f"exact{len(on)}", "compile=true", "exact=true", "max_steps=4", *on) for on in ((), DDP))
+    assert same_bits(alone, ddp)
+    ended = go_on(project, ddp, "compile=false", "max_steps=6")
     assert plain.summary["steps"] == ended.summary["steps"] == 6
     assert apart(ended, plain) < 1e-13
-    assert same_bits(*(run(f"exact{len(on)}", "compile=true", "exact=true", *on) for on in ((), DDP)))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (
-            "compile=reduce-overhead accumulate_grad_batches=auto",
-            "accumulate_grad_batches=auto don't .* CUDA graphs.*true",
-        ),
-        ("compile=max-autotune exact=true", "compile=max-autotune and exact=true don't go together"),
-        (
-            "compile=true strategy=ddp devices=2 strategy.sync_batchnorm=true",
-            "sync_batchnorm=true and compile=true don't",
-        ),
-        ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
-    ],
-)
-@pytest.mark.usefixtures("gpus")
-def test_what_does_not_work_on_a_gpu(overrides: str, said: str) -> None:
-    with pytest.raises(Refusal, match=said):
-        check(dict(compose(*overrides.split())))
 
 
 @pytest.mark.usefixtures("gpus")
@@ -175,16 +152,6 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: None)
     with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
         check(dict(compose(*["compile=true"])))
-
-
-@pytest.mark.usefixtures("gpus")
-def test_a_mode_is_torchs_own() -> None:
-    from torch._inductor import list_mode_options
-
-    for mode in ("reduce-overhead", "max-autotune"):
-        assert check(dict(compose(*f"compile={mode} memory_budget=100".split()))).compile in list_mode_options()
-    assert check(dict(compose(*["compile=true"]))).compile == "default"
-    assert check(dict(compose(*["compile=false"]))).compile is None
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
