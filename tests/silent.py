@@ -11,8 +11,7 @@ from lockstep.launch import watchdog
 
 
 def silent(rank: int, busy: str, together: Any) -> None:
-    """What rank zero does, for which the other one waits: it `writes` to a slow disk, or `stops` while it writes, and is
-    silent until it is ended."""
+    """What rank zero does, for which the other one waits: it `writes` to a slow disk, or `stops` while it writes."""
     together.wait()
     watchdog.join(rank)
     if busy == "writes":

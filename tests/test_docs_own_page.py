@@ -14,9 +14,6 @@ from conftest import ROOT, Program, summary_of
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.loggers import make_loggers
 from lockstep.run.opening import open_data
 from project.models import MnistCNN
 
@@ -123,16 +120,3 @@ def test_a_logger_gets_what_is_measured(followed: list[Path]) -> None:
         rows = list(csv.DictReader(file))
     assert {"train/loss", "val/acc", "workers/samples_per_second", "train/lr"} <= set(rows[0])
     assert (followed[7] / "tensorboard").exists()
-
-
-def test_a_logger_keeps_its_rows_when_the_run_goes_on(tmp_path: Path) -> None:
-    (table,) = (text for _, text in BLOCK.findall((ROOT / "docs" / "own.md").read_text()) if "CSVLogger" in text)
-    logger: Any = OmegaConf.to_container(OmegaConf.create(table))
-    config = replace(check(compose()), logger=logger)
-    for first, last in ((1, 3), (3, 4)):  # what was logged after the last checkpoint, at step 2, is logged again
-        (logger,) = make_loggers(config, tmp_path, first - 1)
-        for step in range(first, last + 1):
-            logger.log_metrics({"loss": float(step)}, step)
-        logger.save()
-    with (tmp_path / "table" / "metrics.csv").open() as file:
-        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "4"]
