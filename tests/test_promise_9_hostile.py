@@ -6,7 +6,6 @@ import io
 import os
 import re
 import resource
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, composed, forked
-from omegaconf import OmegaConf
+from conftest import composed, forked
 from PIL import Image
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch.atomic import replacing
 from lockstep.run.evaluation import spec_of
-from lockstep.run.resume import overrides
 
 BYTES = 40  # of the tensor in the file
 CLAIM = 1 << 30  # bytes that it is said to have
@@ -169,48 +165,6 @@ def test_a_model_much_larger_than_its_file(tmp_path: Path) -> None:
 # --- a run's folder ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bought(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small run."""
-    program = Program(tmp_path_factory.mktemp("bought") / "outputs")
-    small = ("data=synthetic", "data.samples=96", "data.image_size=12", "threads=1", "logger=none", "max_epochs=1")
-    return program(*small).folder
-
-
-def test_links_in_a_folder_are_not_followed(bought: Path, tmp_path: Path, run_train: Program) -> None:
-    """Wherever a run that goes on writes. A link inside of the folder is no harm."""
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    for place in (
-        "checkpoints/last.ckpt",
-        "train.log",
-        ".hydra/config.yaml",
-        "tensorboard",
-        "checkpoints/.last.ckpt.tmp",
-    ):
-        folder = tmp_path / "runs" / place.replace("/", "_")
-        shutil.copytree(bought, folder)
-        target = victim / place.replace("/", "_")
-        if (path := folder / place).exists():
-            shutil.copy(path, target)
-            path.unlink()
-        elif place == "tensorboard":
-            target.mkdir()
-        else:
-            target.write_text("mine")
-        path.symlink_to(target)
-        before = {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
-        with pytest.raises(Refusal, match=re.escape(f"{path}: a link that leads out of the run's folder")):
-            overrides([f"resume={folder}", "max_epochs=2"], "train")
-        if place == "train.log":
-            run = run_train(f"resume={folder}", "max_epochs=2", ok=False)
-            assert run.returncode == 2, str(run)
-        assert before == {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
-    path.unlink()
-    (folder / "again").symlink_to(folder / "checkpoints")
-    assert overrides([f"resume={folder}"], "train")
-
-
 def test_a_temporary_file_is_made_anew(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".last.ckpt.tmp").symlink_to(tmp_path / "victim")
@@ -219,42 +173,3 @@ def test_a_temporary_file_is_made_anew(tmp_path: Path) -> None:
         file.write(b"new")
     assert (tmp_path / "victim").read_text() == "mine"
     assert (tmp_path / "last.ckpt").read_text() == "new"
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("+callbacks.evil._target_=os.system", r"its callbacks.evil._target_ is os.system, which no file of conf"),
-        ("+callbacks.evil={_target_: os.system}", r"its callbacks.evil._target_ is os.system, which no file of conf"),
-        ("+callbacks.evil=\"${oc.decode:'{_target_: os.system}'}\"", r"its callbacks.evil._target_ is os.system"),
-        ("model._target_=${name}", r"its model._target_ is mnist_cnn_synthetic, which no file"),
-        ("+hydra.callbacks.evil._target_=os.system", "is nothing that a run records"),
-        ("model@hydra.callbacks=mnist_cnn", "is nothing that a run records"),
-        ("model=../../outputs/evil", "is nothing that a run records"),
-        ("+experiment=/tmp/evil", "is nothing that a run records"),
-    ],
-)
-def test_what_a_folder_recorded_names_nothing_new(bought: Path, tmp_path: Path, override: str, says: str) -> None:
-    """Nor where it is hidden; what is given on the command line may."""
-    folder = tmp_path / "run"
-    shutil.copytree(bought, folder)
-    file = folder / ".hydra" / "overrides.yaml"
-    OmegaConf.save(OmegaConf.create([*OmegaConf.load(file), override.replace("$", "\\$")]), file)
-    with pytest.raises(Refusal, match=says):
-        overrides([f"resume={folder}"], "train")
-    if override.startswith("+callbacks.evil._"):
-        assert override in overrides([f"resume={folder}", override], "train")
-        assert f"resume='{folder}/checkpoints/last.ckpt'" in overrides([f"resume={folder}", override], "train")
-
-
-def test_a_config_folder_inside_a_run_is_not_composed_from(bought: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(bought, folder)
-    file = folder / ".hydra" / "hydra.yaml"
-    record: Any = OmegaConf.load(file)
-    source = {"path": str(folder / "conf"), "schema": "file", "provider": "command-line"}
-    record.hydra.runtime.config_sources = [source]
-    OmegaConf.save(record, file)
-    with pytest.raises(Refusal, match="its config folder lies in the run's own folder"):
-        overrides([f"resume={folder}"], "train")
-    assert overrides([f"resume={folder}", "--config-dir", str(tmp_path)], "train")

@@ -102,18 +102,19 @@ def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
         CheckpointError: naming `path`.
     """
     try:
-        return torch.load(source, map_location=map_location, weights_only=True)
+        found = torch.load(source, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
+    if wrong := claim_fault(found):
+        raise CheckpointError(f"{path}: {wrong}")
+    return found
 
 
 def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
     checkpoint = plain(source, path, map_location)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
-    if wrong := claim_fault(checkpoint):
-        raise CheckpointError(f"{path}: {wrong}")
     return checkpoint
 
 

@@ -51,13 +51,10 @@ def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
     """Where what `record` tells of was composed with `--config-dir`, and the command line has none: the override that
     stands for it."""
-    return [] if parsed(arguments).config_dir else searched(folders_before(record))
-
-
-def folders_before(record: Any) -> list[str]:
-    """As `config_folders`, the folders themselves."""
+    if parsed(arguments).config_dir:
+        return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    return [str(source.path) for source in sources if source.provider.endswith("command-line")]
+    return searched(source.path for source in sources if source.provider.endswith("command-line"))
 
 
 def composed_of(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:

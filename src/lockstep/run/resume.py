@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,10 +18,9 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing, same_file
 from lockstep.launch.meeting import decide
 from lockstep.run import checks, slurm
-from lockstep.run.arguments import config_folders, folders_before, key, parsed, quoted, searched, separated, sweeps
+from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.run.checks import ROOT
 from lockstep.run.config import check_nodes
-from lockstep.run.foreign import must_be_harmless, must_hold_its_files
 from lockstep.run.provenance import OWN
 
 MULTIRUN = {"-m", "--multirun"}
@@ -53,9 +51,8 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         folder = checkpoint.parent.parent
         if not (folder / ".hydra" / "overrides.yaml").exists():
             raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside")
-        must_hold_its_files(folder)
         own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
-        return [*_together(folder, given, flags, config_name), *own]
+        return [*_together(folder, given, flags), *own]
 
     nodes, endpoint = _machines(given)
     if nodes == 1:  # where machines meet may be what that run was told
@@ -140,32 +137,15 @@ def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
-def _together(folder: Path, given: Sequence[str], flags: Sequence[str], config_name: str) -> list[str]:
-    """The overrides of the run in a folder, and those that are given now, which win.
-
-    Raises:
-        Refusal: that folder says more than it may, see `must_be_harmless`.
-    """
+def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The overrides of the run in a folder, and those that are given now, which win."""
     saved = folder / ".hydra" / "overrides.yaml"
     before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
-    of_hydra = saved.with_name("hydra.yaml")
-    record: Any = OmegaConf.load(of_hydra) if of_hydra.exists() else {}
-    own = {key(argument): argument for argument in given}
+    if (of_hydra := saved.with_name("hydra.yaml")).exists():
+        before += config_folders(OmegaConf.load(of_hydra), flags)
     kept = {key(override): override for override in before if key(override) != "resume"}
-    searched_before = {key(override): override for override in config_folders(record, flags)}
-    together = [*(kept | searched_before | own).values()]
-    chosen = parsed(flags).config_dir
-    folders = [Path(each) for each in ([chosen] if chosen else folders_before(record))]
-    if not chosen and any(each.resolve().is_relative_to(folder.resolve()) for each in folders):
-        raise Refusal(f"{of_hydra}: its config folder lies in the run's own folder; give your own by --config-dir")
-    left = [override for name, override in kept.items() if name not in own]
-    must_be_harmless(saved, left, given, folders, lambda: _plain([*together, *flags], config_name))
-    return together
-
-
-def _plain(arguments: Sequence[str], config_name: str) -> dict[str, Any]:
-    composed: Any = OmegaConf.to_container(_composed(arguments, config_name), resolve=True)
-    return {str(name): part for name, part in composed.items()}
+    kept |= {key(argument): argument for argument in given}
+    return list(kept.values())
 
 
 def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:

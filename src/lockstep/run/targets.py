@@ -4,7 +4,7 @@ elsewhere, only what the user's own config names too, since it would be code oth
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,14 @@ def check_target(key: str, target: str) -> None:
         raise Refusal(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
 
 
-def must_be_named(path: Path, group: str, carried: Any, given: Any = None, folders: Sequence[Path] = ()) -> None:
+def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:
     """Refuses what a file from elsewhere names in a group and the user's own config does not: neither in the files of
-    conf/, and of the `folders` that Hydra composes from besides, nor in what is `given` on the command line. Nothing of
+    conf/, and of the folders that Hydra composes from besides, nor in what is `given` on the command line. Nothing of
     it was imported."""
     found = list(named(group, carried))
     if not found:
         return
-    files = [(file, folder) for folder in (*_config_folders(), *folders) for file in folder.rglob("*.yaml")]
+    files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
     parts = [given, *(_part(file, folder, group) for file, folder in files)]
     allowed = {target for part in parts for _, target in named(group, part)}
     for key, target in found:
