@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from project.models import FastCNN, MnistCNN, ResNet18
+from project.models import FastCNN, MnistCNN, ResNet9, ResNet18
 from project.schedules import cosine
 
 
@@ -28,6 +28,10 @@ def by_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def mnist_cnn(**changes: Any) -> Any:
     return MnistCNN(**task(**changes))
+
+
+def resnet9(**changes: Any) -> Any:
+    return ResNet9(**task(**{"width": [4, 4, 8, 8], **changes}))
 
 
 def fast_cnn(**changes: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import fast_cnn, mnist_cnn, resnet18
+from small_models import fast_cnn, mnist_cnn, resnet9, resnet18
 from torch import nn
 
 import project.models
@@ -68,7 +68,7 @@ def test_dropout_is_off_unless_asked_for() -> None:
     assert torch.equal(on.eval()(x), off(x)), "same weights, same parameter names"
 
 
-@pytest.mark.parametrize("build", [mnist_cnn, fast_cnn, resnet18, partial(resnet18, norm="group")])
+@pytest.mark.parametrize("build", [mnist_cnn, fast_cnn, resnet9, resnet18, partial(resnet18, norm="group")])
 def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> None:
     first, second = [(torch.manual_seed(7), build())[1] for _ in range(2)]
     for key, value in first.state_dict().items():
@@ -90,6 +90,8 @@ def test_weights_follow_from_the_seed_and_only_they_are_state(build: Any) -> Non
         (mnist_cnn, {"num_classes": 1}, "num_classes=1: .*two at least"),
         (fast_cnn, {"image_size": 18}, "at least 19 x 19"),
         (fast_cnn, {"width": [8, 8, 8]}, r"^width=\[8, 8, 8\]: must be four"),
+        (resnet9, {"image_size": 7}, "at least 8 x 8"),
+        (resnet9, {"width": [8, 8]}, r"^width=\[8, 8\]: must be four"),
         (fast_cnn, {"width": 32}, "^width=32: must be four"),
         (fast_cnn, {"width": [8, 8, 8, 0]}, "at least 1"),
         (resnet18, {"stem": "tiny"}, "auto, small, imagenet"),

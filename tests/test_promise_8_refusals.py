@@ -142,8 +142,8 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     [
         ("logger=null", "logger=null: takes one name; .*none"),
         ("debug=true", "debug=true: takes one name; known: batch, overfit, profile"),
-        ("model=1", "model=1: takes one name; known: fast_cnn, mnist_cnn, resnet18"),
-        ("model={name:mnist_cnn}", "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, resnet18"),
+        ("model=1", "model=1: takes one name; known: fast_cnn, mnist_cnn, resnet18, resnet9"),
+        ("model={name:mnist_cnn}", "model={name:mnist_cnn}: .*known: fast_cnn, mnist_cnn, resnet18, resnet9"),
         ("foo", "foo: an override is <key>=<value>"),
         ("model=[mnist_cnn,resnet18]", "model=.*: takes one name; .*known: fast_cnn"),
     ],
