@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
-from torchvision.transforms import v2
 
 from lockstep.step.memory import limit_memory
 from project.models import ImageClassifier, MnistCNN
@@ -188,16 +187,6 @@ class Mixes(LitDigits):
         weight, y = torch.rand(()), F.one_hot(y, CLASSES).to(x.dtype)
         order = torch.randperm(len(x))
         return x.lerp(x[order], weight.to(x.dtype)), y.lerp(y[order], weight.to(x.dtype))
-
-
-class MixesByRank(LitDigits):
-    """As others do: each rank draws by itself."""
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        if not self.trainer.training:
-            return batch
-        torch.manual_seed(self.global_rank)
-        return v2.MixUp(num_classes=CLASSES)(*batch)
 
 
 class Blinds(LitDigits):

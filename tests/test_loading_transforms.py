@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Program, Run, summary_of
-from own_runs import DDP, DP, PIPELINE, go_on, same_bits, train
+from conftest import Program, Run
 from PIL import Image
 from small_data import arrays, config, layout, module, one_line, splits, step_batches
 from torch.utils.data import TensorDataset
@@ -32,60 +31,6 @@ FLOAT = {"_target_": f"{V2}.ConvertImageDtype"}
 NORMALIZE = {"_target_": f"{V2}.Normalize", "mean": [0.25], "std": [0.5]}
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
-
-# The last of an epoch's steps has 9 samples in 6 pieces: of one, and of two.
-ALL = (
-    "data/transforms=trivial_augment",  # and RandomErasing
-    "data.augment={crop:1}",
-    "data.sampling=balanced",
-    "data.mix=mixup",
-    "exact=true",
-    "checkpoint_every=5",
-    "num_workers=0",
-)
-ON = {"one": ("devices=1",), "ddp": ("strategy=ddp", "devices=3", "num_workers=1"), "dp": DP}
-
-
-@pytest.fixture(scope="module")
-def layouts(project: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("layouts")
-    return {name: train(project, folder / name, "Cut", *ALL, *on) for name, on in ON.items()}
-
-
-@pytest.mark.slow
-def test_one_sha256_over_all_layouts(layouts: dict[str, Run]) -> None:
-    assert same_bits(*layouts.values())
-
-
-@pytest.mark.slow
-def test_killed_in_mid_epoch_it_goes_on_elsewhere_with_the_same_bits(
-    layouts: dict[str, Run], project: Path, tmp_path: Path
-) -> None:
-    cut = train(project, tmp_path / "cut", "Cut", *ALL, *DDP, cut="SIGKILL", ok=False)
-    assert cut.returncode == 1, str(cut)
-    resumed = go_on(project, cut, "strategy=dp", "devices=3", "num_workers=1")
-    assert "resumes after step 5" in resumed.stderr
-    assert same_bits(resumed, layouts["one"])
-    evaluate = Program(tmp_path / "evaluated", str(project / "src" / "evaluate.py"))
-    found = evaluate(f"checkpoint={resumed.folder}", "+model._target_=mine.Cut", "precision=64-true", cwd=project)
-    assert found.summary["metrics"]["test/acc"] == resumed.summary["metrics"]["test/acc"]
-
-
-@pytest.mark.slow
-def test_mixup_cutmix_and_nothing_are_three_results(layouts: dict[str, Run], project: Path, tmp_path: Path) -> None:
-    sweep = train(project, tmp_path / "sweep", "LitDigits", *ALL, "data.mix=cutmix,null", "-m")
-    cutmix, plain = (summary_of(folder)["weights_sha256"] for folder in sweep.jobs)
-    assert len({cutmix, plain, layouts["one"].summary["weights_sha256"]}) == 3
-    piped = train(project, tmp_path / "pipeline", "LitDigits", *ALL, "data.mix=cutmix", *PIPELINE)
-    assert piped.summary["weights_sha256"] == cutmix
-
-
-@pytest.mark.slow
-def test_what_follows_the_rank_is_seen(project: Path, tmp_path: Path) -> None:
-    by_rank = ("MixesByRank", "exact=true", "max_epochs=1")
-    one, ddp = (train(project, tmp_path / name, *by_rank, *ON[name]) for name in ("one", "ddp"))
-    assert not same_bits(one, ddp)
-
 
 @pytest.mark.slow
 def test_what_is_predicted_passes_the_transforms_of_evaluation(project: Path, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from conftest import Program, composed, summary_of, wait_for
 pytestmark = pytest.mark.slow
 
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
-TOGETHER = [("ema", "class_weights", "plateau")]  # of what can't go together, another run
+TOGETHER = [
+    ("ema", "class_weights", "plateau", "trivial_augment", "balanced_sampling"),
+    ("mixup", "random_erasing", "frozen"),
+    ("cutmix",),
+]
 TASK = (
     "data=synthetic",
     "data.samples=200",
