@@ -55,8 +55,7 @@ def test_asked_to_end_while_the_ranks_agree(tmp_path: Path, monkeypatch: pytest.
     pending_signals: list[int] = [signal.SIGUSR1]
     monkeypatch.setattr(preemption, "pending_signals", pending_signals)
     monkeypatch.setattr(preemption.dist, "all_reduce", lambda *args: pending_signals.append(signal.SIGTERM))
-    epoch_loop = SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=True))
-    trainer: Any = SimpleNamespace(world_size=2, global_step=1, fit_loop=SimpleNamespace(epoch_loop=epoch_loop))
+    trainer: Any = SimpleNamespace(world_size=2, global_step=1, is_last_batch=True)
     module: Any = None
     preemption.Preemption(tmp_path).on_train_batch_end(trainer, module, None, None, 0)
     assert pending_signals == [signal.SIGTERM]
