@@ -5,7 +5,9 @@ What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin l
 
 from __future__ import annotations
 
+import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,11 +19,18 @@ SECONDS = 5.0  # between two looks for new runs
 
 def main() -> int:
     """Shows them until it is interrupted; TensorBoard's exit code."""
-    runs, *options = [*sys.argv[1:], "outputs"] if len(sys.argv) < 2 else sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="?", default="outputs", help="where run folders are; outputs")
+    given, options = parser.parse_known_args()
+    runs = given.runs
+    if not Path(runs).is_dir():
+        print(f"error: {runs}: no such folder", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as links:
         link(Path(runs), Path(links))
         command = ["-m", "tensorboard.main", "--logdir", links, "--reload_interval", "5", *options]
         process = subprocess.Popen([sys.executable, *command])
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         over = threading.Event()
         looking = threading.Thread(target=look, args=(Path(runs), Path(links), over))
         looking.start()
@@ -47,7 +56,8 @@ def link(runs: Path, links: Path) -> None:
         kept = run / "loggers.json"
         title = json.loads(kept.read_text())["title"] if kept.exists() else "run"
         place = run.relative_to(runs.resolve()).as_posix().replace("/", " ")
-        (links / f"{title} - {place}").symlink_to(folder)
+        inside = folder.relative_to(run / "tensorboard").parts[1:]  # below the title
+        (links / " - ".join((title, place, *inside))).symlink_to(folder)
 
 
 if __name__ == "__main__":

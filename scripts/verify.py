@@ -103,6 +103,8 @@ def chained(path: Path) -> list[Line]:
         Different: one does not; Refusal: there is none.
     """
     texts = read(path)
+    if not path.read_bytes().endswith(b"\n"):
+        print(f"note: {path}: its last line is cut short, and left out")
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
         line, before = parsed(text), lines[-1] if lines else None

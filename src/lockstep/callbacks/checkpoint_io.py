@@ -157,6 +157,8 @@ class AtomicCheckpointIO(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
         copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
+        if (kept := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
+            copy["state_dict"]._metadata = kept  # versions of layers, which some of torchvision's ask for
         self.then(self._write, copy, Path(path))
 
     def then(self, task: Callable[..., None], *args: Any) -> None:

@@ -145,7 +145,7 @@ class Meter(Callback):
 
     # --- measuring ---
 
-    def _collect(self, trainer: Trainer, module: LightningModule, mine: Sequence[float] = ()) -> Tensor:
+    def _collect(self, trainer: Any, module: LightningModule, mine: Sequence[float] = ()) -> Tensor:
         """Adds up over all ranks what their steps have returned, in one all-gather with `mine`, numbers of this rank;
         returns those of all, [ranks, len(mine)]. Every rank must call it."""
         if not self._names:
@@ -154,7 +154,8 @@ class Meter(Callback):
         self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        total = rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
+        told = rows[:1] if trainer.strategy.staged else rows  # all stages of a pipeline return the same
+        total = told[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
         for kept in (self._since, self._epoch):
             for name, new in zip(self._names, total, strict=True):
                 kept[name] = kept[name] + new if name in kept else new

@@ -107,6 +107,11 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
             raise Refusal(f"{keys[name]}: gives images of {sizes[0]}, data.transforms.train of {sizes[1]}")
     if len(shape) != 3 or shape[1] != shape[2]:
         raise Refusal(f"data.transforms: gives images of {' x '.join(map(str, shape))}; they must be square")
+    kinds = {image.is_floating_point(): keys[name] for name, image in images.items()}
+    if len(kinds) > 1:
+        raise Refusal(
+            f"{kinds[True]}: gives floats, {kinds[False]} uint8: give both the same ConvertImageDtype, Normalize"
+        )
     floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
     if len(floats) > 1:
         raise Refusal("data.transforms: training and evaluation must normalise alike")
@@ -129,7 +134,12 @@ def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
     """Images that are to be predicted, after the transforms of evaluation; `config` is the `data` group."""
     with one_thread():
         transforms = make_transforms("eval", config.get("transforms") or {}, spec)
-        return transformed(images, transforms, "data.transforms.eval")
+        found = transformed(images, transforms, "data.transforms.eval")
+    shape, wanted = tuple(found[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
+    if shape != wanted:
+        sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
+        raise Refusal(f"data.transforms.eval: gives {sizes[0]} of these images, and the model takes {sizes[1]}")
+    return found
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:

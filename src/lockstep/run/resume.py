@@ -38,6 +38,9 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         Refusal: there is nothing to resume, or the program is another one than train.py.
     """
     flags, task = separated(arguments)
+    for name in ("resume", "init_from"):
+        if f"{name}=" in task:
+            raise Refusal(f"{name}: is empty; {name}=null for none")
     run, given = _taken("resume", task)
     if run is None:
         return _weights_named(arguments, given, flags, config_name)

@@ -70,7 +70,9 @@ def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
     named = [{holder + name: value for name, value in found.items()} for holder in holders]
     fitting = [{name: value for name, value in each.items() if own.get(name) == value.shape} for each in named]
     best = max(fitting, key=len)
-    module.load_state_dict(best, strict=False)
+    whole = module.state_dict()
+    whole.update(best)  # with what layers keep beside their tensors
+    module.load_state_dict(whole)
     return [name for name in own if name not in best]
 
 
@@ -88,10 +90,10 @@ def begin(
     """
     found = read(key, path, together)
     left = fill(module, adapt(found) if adapt else found)
-    own = sum(isinstance(value, Tensor) for value in module.state_dict().values())
-    if len(left) == own:
-        raise Refusal(f"{key}={path}: none of its tensors fits this model's, {listed(left)}, by name and shape")
-    return told(key, own, left)
+    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    if not any(value.ndim > 1 for name, value in own.items() if name not in left):
+        raise Refusal(f"{key}={path}: none of its weights fits this model's, {listed(left)}, by name and shape")
+    return told(key, len(own), left)
 
 
 def told(key: str, own: int, left: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from project.data.image_folder import EXTENSIONS, images_in
 from project.data.labelled import LabelledFiles, check_headers, image_spec, split
 
 PARTS = ("train", "val", "test")
+OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # that are hardly classes
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
 
@@ -47,6 +48,9 @@ def image_folder(
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
     there = [name for name in PARTS if (root / name).is_dir()]
+    odd = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
+    if odd:
+        raise Refusal(f"image_folder: {root} has a folder {odd[0]}: is it one of {', '.join(PARTS)}? Rename it")
     if there and ("train" not in there or len(there) == 1):
         lacks = "train/" if "train" not in there else "neither test/ nor val/"
         alone = f"; data_dir={root / 'train'} would split it" if there == ["train"] else ""

@@ -110,10 +110,11 @@ def _paths(given: Path) -> list[str]:
         return [str(given / name) for name in images_in(given, ".")]
     if not given.is_file():
         raise Refusal(f"images={given}: no such file or folder")
-    if given.suffix not in (".txt", ".csv"):
+    kind = given.suffix.lower()
+    if kind not in (".txt", ".csv"):
         return [str(given)]
-    lines = given.read_text(errors="surrogateescape").splitlines()
-    rows = [[line.strip()] for line in lines] if given.suffix == ".txt" else list(csv.reader(lines))
+    lines = given.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+    rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
     head = rows[0] if rows else []
     named = next((head.index(name) for name in ("file", "path") if name in head), None)
     paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
@@ -130,7 +131,8 @@ def images_in(root: Path, name: str) -> list[str]:
             folders.clear()
             continue
         seen.add(real)
-        folders.sort()  # of two links to a folder, the same one is followed on every machine
-        images = (file for file in files if file.lower().endswith(EXTENSIONS))
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        # sorted: of two links to a folder, the same one is followed on every machine
+        images = (file for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith("."))
         found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
     return sorted(found)

@@ -111,6 +111,8 @@ class ImageClassifier(LightningModule):
         self.train()  # a callback may have unfrozen something
 
     def setup(self, stage: str) -> None:
+        if stage == "fit" and self.step_weights is not None and self._data.splits.mix is not None:
+            raise Refusal("model.class_weights and data.mix don't go together: a mixed sample has several classes")
         if stage == "fit" and self.hparams["class_weights"] == "balanced":
             counts = torch.from_numpy(self._data.labels).bincount(minlength=len(self.class_weights))
             self.class_weights = counts.sum() / (len(counts) * counts.clamp(min=1).double())
