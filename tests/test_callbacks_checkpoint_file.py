@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from conftest import forked
 from plain import PATHS
 
@@ -28,6 +29,17 @@ def plain(value: float = 1.0) -> dict[str, Any]:
 def saved(tmp_path: Path) -> Path:
     checkpoint_io.save(plain(), tmp_path / "last.ckpt")
     return tmp_path / "last.ckpt"
+
+
+def test_layers_keep_the_versions_that_their_loading_asks_for(tmp_path: Path) -> None:
+    """torchvision's MNASNet can't load weights without."""
+    state = torchvision.models.mnasnet0_5(num_classes=2).state_dict()
+    writer = AtomicCheckpointIO()
+    writer.save_checkpoint({"state_dict": state, "pytorch-lightning_version": "2"}, tmp_path / "last.ckpt")
+    writer.wait()
+    torchvision.models.mnasnet0_5(num_classes=2).load_state_dict(
+        checkpoint_io.load(tmp_path / "last.ckpt")["state_dict"]
+    )
 
 
 def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
@@ -97,6 +109,7 @@ def test_the_best_stays_what_it_was_where_the_new_one_cannot_be_saved(saved: Pat
 KILLS = """
 import os, sys, time; sys.path[:0] = sys.argv[1].split(':')
 import torch
+import torchvision
 from lockstep.callbacks import checkpoint_io
 torch.set_num_threads(1)
 content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(500_000)}}

@@ -130,6 +130,7 @@ TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
     ([FLAT], [FLAT], "gives images of 1 x 12 x 16; they must be square"),
     ([of("RandomResize", min_size=8, max_size=30)], [], "one size for all comes from RandomResizedCrop"),
     ([FLOAT, NORMALIZE], [FLOAT], "training and evaluation must normalise alike"),
+    ([FLOAT, NORMALIZE], [], "train: gives floats, data.transforms.eval uint8: give both the same ConvertImageDtype"),
     (["trivial"], [], "train=['trivial']: must be a valid dictionary"),
 ]
 

@@ -145,7 +145,8 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
 def weighted(weights: Any, y: Tensor) -> Any:
     """A classifier in a step whose samples have the labels `y`."""
     model = mnist_cnn(class_weights=weights, label_smoothing=0.1, num_classes=3)
-    data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy())
+    none = SimpleNamespace(mix=None)
+    data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy(), splits=none)
     model._trainer = SimpleNamespace(datamodule=data)
     model.setup("fit")
     model.on_train_batch_start(None, 0)

@@ -135,6 +135,8 @@ def spoil(root: Path, how: str) -> None:
             (root / part).rename(root / "images")
             (root / part).mkdir()
             (root / "images").rename(root / part / "images")
+    elif how == "spelled otherwise":
+        (root / "test").rename(root / "Testing")
     elif how == "no UTF-8":
         os.rename(os.fsencode(cat), os.fsencode(cat.parent) + b"/caf\xe9")
     elif how == "other classes":
@@ -154,6 +156,7 @@ def spoil(root: Path, how: str) -> None:
         ("no test", ["has train/ and neither test/ nor val/", "train would split it"]),
         ("no train", ["has test/ and no train/"]),
         ("too deep", ["train has only one folder, images; one per class"]),
+        ("spelled otherwise", ["has a folder Testing: is it one of train, val, test?"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
         ("unreadable", ["cat/3.png can't be read as an image"]),

@@ -107,7 +107,7 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     (place / "other").mkdir()
     torch.save({"encoder.weight": torch.zeros(3)}, place / "other" / "bare.pth")
     for overrides, says in [
-        (("init_from=other/bare.pth",), "none of its tensors fits this model's, net.conv1.weight, "),
+        (("init_from=other/bare.pth",), "none of its weights fits this model's, net.conv1.weight, "),
         (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
         (("init_from=other",), "error: init_from=other/checkpoints/best.ckpt: no such file"),
         (
@@ -268,7 +268,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         ("code.ckpt", "holds code, not only data: posix.getcwd"),
         ("code.pth", "can't be loaded as plain data"),
         ("numbers.pth", "it holds no weights by name"),
-        ("small.pth", "none of its tensors fits"),
+        ("small.pth", "none of its weights fits"),
         ("half.pth", "can't be loaded as plain data"),
         ("missing.pth", "no such file"),
         ("", "best.ckpt: no such file"),

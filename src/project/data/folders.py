@@ -48,9 +48,9 @@ def image_folder(
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
     there = [name for name in PARTS if (root / name).is_dir()]
-    odd = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
-    if odd:
-        raise Refusal(f"image_folder: {root} has a folder {odd[0]}: is it one of {', '.join(PARTS)}? Rename it")
+    doubtful = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
+    if doubtful:
+        raise Refusal(f"image_folder: {root} has a folder {doubtful[0]}: is it one of {', '.join(PARTS)}? Rename it")
     if there and ("train" not in there or len(there) == 1):
         lacks = "train/" if "train" not in there else "neither test/ nor val/"
         alone = f"; data_dir={root / 'train'} would split it" if there == ["train"] else ""
