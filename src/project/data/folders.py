@@ -11,9 +11,8 @@ import numpy as np
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import Source
 from project.data.image_folder import EXTENSIONS, images_in
-from project.data.labelled import LabelledFiles, check_headers, image_spec, split
+from project.data.labelled import PARTS, LabelledFiles, check_headers, image_spec, split
 
-PARTS = ("train", "val", "test")
 OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # that are hardly classes
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import Source
-from project.data.labelled import LabelledFiles, check_headers, image_spec, split
+from project.data.labelled import PARTS, LabelledFiles, check_headers, image_spec, split
 
 COLUMNS = ("path", "label", "split")
-PARTS = ("train", "val", "test")
 
 
 def image_list(

@@ -18,6 +18,7 @@ from project.data.image_folder import DEEP, MODES, decode, too_deep
 
 # ImageNet's, the usual choice for photographs; grey: the mean over its channels
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
+PARTS = ("train", "val", "test")  # as folders and columns call them
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
 
 
