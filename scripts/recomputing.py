@@ -70,7 +70,7 @@ class Life:
 
     @cached_property
     def order(self) -> DataOrder:
-        return DataOrder(len(self.splits.train), self.config.layout, self.config.seed)
+        return self.splits.order(self.config.layout, self.config.seed)
 
 
 def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:

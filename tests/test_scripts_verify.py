@@ -9,17 +9,20 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import STRUCK, Program, forked, summary_of, wait_for
+from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 
 from lockstep.callbacks.checkpoint_io import save
 from lockstep.callbacks.kept import keep, steps_kept
-from lockstep.run.ledger import config_sha256, hashes, line_sha256, parsed, text_of
+from lockstep.run.config import check
+from lockstep.run.ledger import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
+from lockstep.run.opening import open_data
 
 pytestmark = pytest.mark.slow
 
@@ -168,7 +171,13 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     job = [*STRUCK, "checkpoint_every=5", "ledger=true", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
+    job += ["data.sampling=balanced"]
     folder = run_train(*job).folder
+    config = check(composed(*job))
+    splits = open_data(config.data, config.data_dir, config.seed)
+    orders = [each.order(config.layout, config.seed) for each in (splits, replace(splits, balanced=False))]
+    taken, plain = (samples_sha256(order, 0, 5) for order in orders)
+    assert ledger(folder)[1]["samples_sha256"] == taken != plain, "of the samples that the run took"
     assert [*steps_kept(folder / "checkpoints")] == [20, 24]
     code, said = verified(folder, "steps=[24]")
     assert (code, "has the same bits on its own layout only: strategy=ddp devices=2" in said) == (2, True), said

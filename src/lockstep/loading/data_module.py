@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_of_each
 from lockstep.launch.signals import set_parent_death_signal
@@ -67,7 +66,7 @@ class DataModule(pl.LightningDataModule):
         self.resident = resident
         self.budget = budget
         self.trains = trains
-        self.order = DataOrder(len(splits.train), layout, seed, self.labels if splits.balanced else None)
+        self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._like: Tensor | None = None  # a parameter whose dtype images get

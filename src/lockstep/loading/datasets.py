@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.arithmetic.order import hash64
+from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.order import DataOrder, hash64
 from lockstep.loading.augment import Augment
 
 Ids = NDArray[np.int64]
@@ -91,6 +91,10 @@ class Splits:
     balanced: bool = False
     mix: Any = None
     about: str = ""
+
+    def order(self, layout: Layout, seed: int) -> DataOrder:
+        """Which training samples make up each step; raises as `labels_of`, where they are balanced."""
+        return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
 
 
 class ArrayDataset:

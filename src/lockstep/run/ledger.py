@@ -54,7 +54,7 @@ class Ledger:
         self, folder: Path, config: Config, splits: Splits, resumed: Mapping[str, Any], weights: Mapping[str, Any]
     ) -> None:
         self._path = folder / NAME
-        self._order = DataOrder(len(splits.train), config.layout, config.seed)
+        self._order = splits.order(config.layout, config.seed)
         self._about: dict[str, Any] = {"config": deciding(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
         self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
