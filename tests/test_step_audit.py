@@ -1,4 +1,4 @@
-"""`audit=`: runs in which one device computes wrong, once or from some step on, and clean ones that say nothing of it."""
+"""`audit=`: runs in which one device computes wrong, once or from some step on, and clean ones without an alarm."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ def test_a_fault_that_passes_is_seen_and_not_applied(
     assert re.match(rf"step 2, piece 5: {who} \(cpu on \S+\) computed a wrong gradient of net.1.weight", error), run
     assert "once: asked once more it was right; it was not applied, and checkpoints up to step 1 are as" in error
     assert error in run.stderr
+    assert ("a fault that lasts is not seen" in run.stdout + run.stderr) == (who == "device 0")
     assert (run.returncode, steps_of(run.folder)) == (1, {1})
     last, same = (
         torch.load(path, weights_only=True)["state_dict"]
