@@ -83,8 +83,8 @@ class Meter(Callback):
             first step's `training_step` returned (means over the samples since the one before),
             `workers/samples_per_second`, `workers/step_seconds`, `workers/data_wait` (seconds of one step, the slowest
             rank's), `workers/peak_gib` (largest of the ranks); with several ranks `worker_memory/<rank>` (GiB) and
-            `worker_seconds/<rank>`: of a step, on the host, until its last backward pass begins. So far no rank waits
-            for others, and the slow one stands out.
+            `worker_seconds/<rank>`: of a step, on the host, until its last backward pass begins. Till then no rank of
+            ddp waits for others, and the slow one stands out.
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.

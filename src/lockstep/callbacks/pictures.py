@@ -22,7 +22,8 @@ from lockstep.step.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
-COLUMNS = 5  # of mistakes
+MISTAKES = 10  # that are shown, those with the largest loss
+COLUMNS = 5  # of them
 NAME = 7  # characters of a class's name
 
 
@@ -37,14 +38,10 @@ class Pictures(Callback):
 
     Args:
         seconds: least time between two validations that are drawn.
-        mistakes: images that are shown, those with the largest loss.
     """
 
-    def __init__(self, seconds: float = 60.0, mistakes: int = 10) -> None:
-        if seconds < 0 or mistakes < 1 or mistakes != int(mistakes):
-            raise ValueError(f"seconds={seconds} must be at least 0, mistakes={mistakes} a whole number of at least 1")
+    def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # when a validation is drawn
-        self._most = mistakes
         self._hook: Any = None  # while it listens
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
         self._confusion: MulticlassConfusionMatrix
@@ -58,7 +55,7 @@ class Pictures(Callback):
             data.splits.spec.num_classes, validate_args=False, sync_on_compute=data.layout.replicas > 1
         )
         self._confusion = confusion.to(pl_module.device)
-        self._mistakes = Mistakes(data.splits.spec, self._most)
+        self._mistakes = Mistakes(data.splits.spec)
 
         def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
             self._seen = (args[0] if args else None), output
@@ -148,7 +145,7 @@ class Mistakes:
             channels]; the worst first, `most` at the most.
     """
 
-    def __init__(self, spec: Spec, most: int) -> None:
+    def __init__(self, spec: Spec, most: int = MISTAKES) -> None:
         self.classes = [str(name) for name in spec.classes]
         self.worst: list[Mistake] = []
         self._spec = spec
