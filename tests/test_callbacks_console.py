@@ -198,11 +198,8 @@ def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None
     curves = scalars(tmp_path / "tensorboard")
     assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
     assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]
-    seen = {tag: [value for _, value in curve] for tag, curve in curves.items()}  # a busy machine spoils some
-    assert max(seen["worker_speed/1"]) < SIZE / 0.06 < max(seen["worker_speed/0"])  # both step at the same pace
-    assert (
-        max(seen["worker_time/compute"]) > 0.06 > 2 * min(seen["worker_time/all_reduce"])
-    )  # rank zero's waiting is none
+    seconds = [[value for _, value in curves[f"worker_seconds/{rank}"]] for rank in range(2)]
+    assert min(seconds[0]) < 0.06 < min(seconds[1])  # both step at the same pace; a busy machine spoils some
     assert set(curves) >= {"worker_memory/0", "worker_memory/1"}
     assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
     assert (tmp_path / "log").read_text().count("INFO:lockstep:epoch") == 3

@@ -8,10 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import plain
 import pytest
-from plain import SIZE, STEPS, Clock, Counting, FakeBatch, Loader, Plain, loaders, trainer_with
-from torch import Tensor
+from plain import SIZE, STEPS, Clock, Counting, Loader, Plain, loaders, trainer_with
 
-from lockstep.callbacks import Checkpoint, Meter, meter, speed, split
+from lockstep.callbacks import Checkpoint, Meter, meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +31,7 @@ class Steps(pl.Callback):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (meter, speed, split, plain):
+    for module in (meter, plain):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -62,7 +61,7 @@ def test_validation_is_not_training_time(tmp_path: Path, clock: Clock) -> None:
 
 
 def test_the_warm_up_is_left_out_once_as_much_again_has_passed(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    counted = speed.Speed(warmup=3)
+    counted = meter.Speed(warmup=3)
     found = []
     for seconds in (9, 2, 2, 1, 1, 1, 1):
         clock.sleep(seconds)
@@ -71,28 +70,6 @@ def test_the_warm_up_is_left_out_once_as_much_again_has_passed(monkeypatch: pyte
     assert found[0] is None
     assert found[4] == pytest.approx(4 * SIZE / 6)
     assert found[5:] == pytest.approx([SIZE, SIZE])
-
-
-def test_a_step_is_taken_apart(tmp_path: Path, clock: Clock) -> None:
-    class Slow(Plain):
-        def training_step(self, batch: FakeBatch, batch_idx: int) -> Any:
-            clock.sleep(0.03)
-            return super().training_step(batch, batch_idx)
-
-        def on_before_backward(self, loss: Tensor) -> None:
-            clock.sleep(0.05)
-
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            super().optimizer_step(*args, **kwargs)
-            clock.sleep(0.01)
-
-    steps = Steps()
-    trainer_with(tmp_path, Meter(log_every=4), steps).fit(Slow(), Loader(seconds=0.02))
-    assert list(steps.seen) == [1, 4, 6]
-    for seen in steps.seen.values():
-        parts = [seen[f"worker_time/{name}"] for name in ("data_wait", "compute", "all_reduce", "other")]
-        assert parts == pytest.approx([0.02, 0.08, 0.0, 0.01])
-    assert "worker_speed/0" not in steps.seen[4]
 
 
 def test_slow_steps_are_measured_sooner(tmp_path: Path) -> None:

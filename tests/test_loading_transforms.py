@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
 from lockstep.loading import Source, Spec
 from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import fetch
+from lockstep.loading.datasets import fetch, labels_of
 from lockstep.loading.transforms import Transformed
 from lockstep.run.opening import open_data
+from lockstep.run.training import first_batch
 
 V2 = "torchvision.transforms.v2"
 RESIZE = {"_target_": f"{V2}.Resize", "size": [16, 16]}
@@ -232,6 +233,17 @@ def test_a_balanced_epoch() -> None:
     assert len(first ^ second) > 20, "of a large class, every epoch takes others"
     halves = labels[order.permutation(0)].reshape(2, 50)
     assert all(8 <= count <= 26 for half in halves for count in np.bincount(half)[[0, 4, 9]])
+
+
+@pytest.mark.parametrize(("balanced", "counts"), [(True, [12, 12]), (False, [23, 1])])
+def test_overfitting_takes_the_batch_that_the_run_begins_with(balanced: bool, counts: list[int]) -> None:
+    dataset = arrays(24)
+    dataset.labels = torch.tensor([0] * 23 + [1])
+    on = layout(1, 24, 1)
+    found = first_batch(replace(splits(dataset), balanced=balanced), on, 3)
+    for epoch in range(2):
+        labels = labels_of(found.train)[found.order(on, 3).permutation(epoch)]
+        assert np.bincount(labels).tolist() == counts
 
 
 def test_a_repeated_sample_is_augmented_anew() -> None:

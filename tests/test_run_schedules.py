@@ -21,8 +21,9 @@ def test_the_same_bits_on_another_layout_and_resumed(schedule: str, run_train: P
     task = (*TASK, f"scheduler={schedule}", *["scheduler.patience=0", "scheduler.mode=max"] * (schedule == "plateau"))
     told = run_train(*task, "max_epochs=9", "name=alone").stderr
     rates = [line.rpartition("  lr ")[2] for line in told.splitlines() if "  lr " in line]
-    run_train(*task, "max_epochs=2", "strategy=ddp", "devices=2", "name=moved")
-    run_train(f"resume={next((run_train.outputs / 'moved').iterdir())}", "strategy=auto", "devices=1", "max_epochs=9")
+    run_train(*task, "max_epochs=2", "strategy=ddp", "devices=2", "name=moved", "callbacks.early_stopping.patience=8")
+    changes = ("strategy=auto", "devices=1", "max_epochs=9", "callbacks.early_stopping.patience=3")
+    run_train(f"resume={next((run_train.outputs / 'moved').iterdir())}", *changes)
     run_train(*task, "max_epochs=9", "gradient_clip_algorithm=norm", "name=other")
     names = ("alone", "moved", "other")
     expected, moved, control = (summary_of(next((run_train.outputs / name).iterdir())) for name in names)

@@ -21,7 +21,6 @@ from lockstep.step.passes import overrides
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
 MOST_POINTS = 1000  # of a training curve in the picture
-HISTOGRAM_SECONDS = 30.0  # least time between two sets of histograms
 
 
 class Dashboard(Callback):
@@ -35,15 +34,11 @@ class Dashboard(Callback):
     Args:
         config: resolved config, plain containers.
         headline: the run in one line.
-        histograms: also show weights and gradients, of measured steps, once in HISTOGRAM_SECONDS; of a pipeline those
-            of the last stage.
     """
 
-    def __init__(self, config: Mapping[str, Any], headline: str, histograms: bool = False) -> None:
+    def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config
         self._headline = headline
-        self._histograms = histograms
-        self._next_histograms = 0.0
         self._next_picture = time.monotonic() + PICTURE_SECONDS
         self._curves: dict[str, list[tuple[int, float]]] = {}  # of the picture, since the run began
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
@@ -59,8 +54,7 @@ class Dashboard(Callback):
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                with aside(trainer):
-                    first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
+                first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
             elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 
@@ -69,16 +63,9 @@ class Dashboard(Callback):
         takes_part = trainer.is_global_zero or strategy.staged
         if takes_part and trainer.loggers and self._meter.due(trainer, trainer.global_step + 1):
             norm = strategy.gradient_norm(list(pl_module.parameters()))
-            if not trainer.is_global_zero:
-                return
             self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}
-            if self._histograms and time.monotonic() >= self._next_histograms:
-                self._next_histograms = time.monotonic() + HISTOGRAM_SECONDS
-                self._add_histograms(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not (self._meter.fresh and trainer.is_global_zero):
             return
         with aside(trainer):
@@ -141,13 +128,3 @@ class Dashboard(Callback):
         # What was drawn before a checkpoint is never drawn again, so it must be on the disk.
         for board in boards(trainer) if trainer.is_global_zero else []:
             board.experiment.flush()
-
-    def _add_histograms(self, trainer: Trainer, module: LightningModule) -> None:
-        step = trainer.global_step + 1  # the one that is about to end
-        for board in boards(trainer):
-            for name, parameter in module.named_parameters():
-                if not trainer.strategy.holds(parameter):  # type: ignore[attr-defined]
-                    continue  # it is another stage's
-                board.experiment.add_histogram(f"weights/{name}", parameter.detach(), step)
-                if parameter.grad is not None and bool(parameter.grad.isfinite().all()):
-                    board.experiment.add_histogram(f"gradients/{name}", parameter.grad, step)

@@ -12,23 +12,63 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lockstep.callbacks.speed import Speed
-from lockstep.callbacks.split import PARTS, StepSplit
 from lockstep.launch.group import of_ranks
+from lockstep.step.memory import peak_memory
 
 MOST_RANKS = 64  # more curves than that help nobody
 GIB = float(1 << 30)
 WARMUP = 10  # optimizer steps left out of `samples_per_second`, see `Speed`
 
 
+class Speed:
+    """How fast this process has trained so far, by a clock that stands still while something else than training runs.
+
+    Args:
+        warmup: optimizer steps that are left out (kernels are chosen, memory grows), once as many again have been made.
+
+    Attributes:
+        steps: optimizer steps counted.
+    """
+
+    def __init__(self, warmup: int = WARMUP) -> None:
+        self.steps = 0
+        self._warmup = warmup
+        self._samples = 0
+        self._end = 0.0  # when the last step ended
+        self._marks: list[tuple[float, int]] = []  # clock and samples after the first step, and after the warm-up
+        self._away = 0.0  # seconds not spent in training
+
+    def now(self) -> float:
+        """The clock, in seconds."""
+        return time.perf_counter() - self._away
+
+    def forget_since(self, clock: float) -> None:
+        """What has passed since the clock said so was no training: it goes back."""
+        self._away += self.now() - clock
+
+    def count(self, samples: int) -> None:
+        """A step of so many samples has ended."""
+        self.steps += 1
+        self._samples += samples
+        self._end = self.now()
+        if self.steps in (1, self._warmup):
+            self._marks.append((self._end, self._samples))
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """None before two steps."""
+        if self.steps < 2:
+            return None
+        clock, samples = self._marks[-1] if self.steps >= 2 * self._warmup else self._marks[0]
+        return (self._samples - samples) / max(self._end - clock, 1e-9)
+
+
 class Meter(Callback):
     """Measures at the first step, then every `log_every`, and at an epoch's last; between, it counts on the host only.
 
     A measurement is the one place where the host waits for the device and the ranks talk: a single all-gather of a few
-    numbers. It happens at the same step on all ranks. Between two of them one step is taken apart (see `StepSplit`),
-    the second one, since an epoch's first fetches more and its last may be short.
+    numbers. It happens at the same step on all ranks.
 
     An epoch's means of what `training_step` returns, `train/loss` and the like, are logged at its end (not to the
     loggers, which get them between two measurements), and they are right after a resume in mid-epoch too.
@@ -42,10 +82,9 @@ class Meter(Callback):
         latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/<name>` for what else the
             first step's `training_step` returned (means over the samples since the one before),
             `workers/samples_per_second`, `workers/step_seconds`, `workers/data_wait` (seconds of one step, the slowest
-            rank's), `workers/peak_gib` (largest of the ranks); of the step taken apart `worker_time/data_wait`,
-            `compute`, `all_reduce` and `other` (seconds, of the rank that waited least for others); with several ranks
-            `worker_speed/<rank>` (its samples a second of its own computing, in the step taken apart) and
-            `worker_memory/<rank>` (GiB).
+            rank's), `workers/peak_gib` (largest of the ranks); with several ranks `worker_memory/<rank>` (GiB) and
+            `worker_seconds/<rank>`: of a step, on the host, until its last backward pass begins. Till then no rank of
+            ddp waits for others, and the slow one stands out.
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
@@ -63,9 +102,9 @@ class Meter(Callback):
         self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
-        self._waited = 0.0  # seconds since then
-        self._speed = Speed(WARMUP)
-        self._split = StepSplit()
+        self._waited = self._alone = 0.0  # seconds since then: for batches; of steps, until their last backward pass
+        self._began = self._last_backward = 0.0  # of the step under way
+        self._speed = Speed()
         self._names: list[str] = []  # of what training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # by steps not yet added up, and their samples here
         self._since: dict[str, Tensor] = {}  # by name sum and weight over all ranks, since the measurement before
@@ -94,20 +133,14 @@ class Meter(Callback):
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        wait = self._speed.now() - self.edge
-        self._waited += wait
-        second = self._speed.steps == self._before[2] + 1
-        if second or (self.due(trainer, trainer.global_step + 1) and not self._split.taken):
-            self._split.begin(trainer, pl_module, wait, batch.num_local_samples)
+        self._began = self._last_backward = self._speed.now()
+        self._waited += self._began - self.edge
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._split.mark_backward()
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._split.mark("all_reduce" if trainer.world_size > 1 else "other")
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._last_backward = self._speed.now()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._split.end()
+        self._alone += self._last_backward - self._began
         self.samples_seen += batch.samples
         if batch.num_local_samples:
             self._returned.append((outputs, batch.num_local_samples))
@@ -122,10 +155,10 @@ class Meter(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":  # the last steps may still be on their way
             torch.cuda.synchronize(pl_module.device)
-        self._speed.leave()
+        self.edge = self._speed.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._speed.come_back()
+        self._speed.forget_since(self.edge)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._collect(trainer, pl_module)
@@ -169,22 +202,24 @@ class Meter(Callback):
             told = of_ranks([name for numbers, _ in self._returned for name in numbers])
             self._names = next(filter(None, told), [])
         pace = (self._speed.now() - clock) / took
-        mine = [self._waited / took, pace, peak_gib(module.device), *self._split.seconds(), self._split.samples]
-        rows = self._collect(trainer, module, mine)
+        mine = [pace, self._waited / took, self._alone / took, peak_gib(module.device)]
+        paces, waits, alone, memory = self._collect(trainer, module, mine).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # after the device has caught up
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
             **{tag: float(mean) for tag, mean in _means(self._since).items()},
             "workers/samples_per_second": (self.samples_seen - samples) / elapsed,
             "workers/step_seconds": elapsed / took,
-            "workers/data_wait": float(rows[:, 0].max()),
-            "workers/peak_gib": float(rows[:, 2].max()),
-            **_taken_apart(rows[:, 2:]),
+            "workers/data_wait": max(waits),
+            "workers/peak_gib": max(memory),
         }
-        self._waited, self._since = 0.0, {}
+        if 1 < len(paces) <= MOST_RANKS:
+            for name, numbers in (("seconds", alone), ("memory", memory)):
+                self.latest |= {f"worker_{name}/{rank}": number for rank, number in enumerate(numbers)}
+        self._waited, self._alone, self._since = 0.0, 0.0, {}
         # By rank zero's pace, so that all ranks agree on the next step to measure.
-        step, pace = trainer.global_step, float(rows[0, 1])
-        soon = step + max(1, int(self._log_seconds / max(pace, 1e-9)))
+        step = trainer.global_step
+        soon = step + max(1, int(self._log_seconds / max(paces[0], 1e-9)))
         self._next = min(soon, (step // self._log_every + 1) * self._log_every)
 
 
@@ -207,18 +242,6 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
 
 
-def _taken_apart(rows: Tensor) -> dict[str, float]:
-    """Tags of one step from each rank's memory, seconds by part and samples, [ranks, 6]."""
-    memory, parts, samples = rows[:, 0], dict(zip(PARTS, rows[:, 1:-1].T, strict=True)), rows[:, -1]
-    slowest = int(parts["all_reduce"].argmin())  # the others' all-reduce is mostly waiting for this one
-    found = {f"worker_time/{name}": float(seconds[slowest]) for name, seconds in parts.items()}
-    if 1 < len(rows) <= MOST_RANKS:
-        speeds = samples / parts["compute"].clamp(min=1e-9)
-        found |= {f"worker_speed/{rank}": speed for rank, speed in enumerate(speeds.tolist())}
-        found |= {f"worker_memory/{rank}": gib for rank, gib in enumerate(memory.tolist())}
-    return {tag: value for tag, value in found.items() if value == value}  # nan where no step was taken apart
-
-
 def find(trainer: Any) -> Meter | None:
     """The run's Meter, if it has one."""
     return next((callback for callback in trainer.callbacks if isinstance(callback, Meter)), None)
@@ -236,6 +259,6 @@ def aside(trainer: Trainer) -> Iterator[None]:
 def peak_gib(device: torch.device) -> float:
     """Most memory that this process has used so far, in GiB: of its CUDA devices, else of the machine."""
     if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())) / GIB
+        return (peak_memory() or 0) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.first_page import HEIGHT, boards, figure
 from lockstep.callbacks.meter import aside
+from lockstep.launch.group import of_ranks
 from lockstep.loading import Spec
 from lockstep.step.loop import is_last_step
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
-COLUMNS = 5  # of mistakes
+MISTAKES = 10  # that are shown, those with the largest loss
+COLUMNS = 5  # of them
 NAME = 7  # characters of a class's name
 
 
@@ -37,44 +38,37 @@ class Pictures(Callback):
 
     Args:
         seconds: least time between two validations that are drawn.
-        mistakes: images that are shown, those with the largest loss.
     """
 
-    def __init__(self, seconds: float = 60.0, mistakes: int = 10) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
-            raise Refusal(f"callbacks.pictures.seconds={seconds}: must be a number of at least 0")
-        if isinstance(mistakes, bool) or not isinstance(mistakes, int) or mistakes < 1:
-            raise Refusal(f"callbacks.pictures.mistakes={mistakes}: must be a whole number of at least 1")
+    def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # when a validation is drawn
-        self._most = mistakes
         self._hook: Any = None  # while it listens
         self._seen: tuple[Any, Any] = (None, None)  # the last forward pass: what went in, what came out
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
-    def _listen(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _listen(self, trainer: Any, pl_module: LightningModule) -> None:
         if not boards(trainer):
             return
-        spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
-        shared = trainer.datamodule.layout.replicas > 1  # type: ignore[attr-defined]
-        confusion = MulticlassConfusionMatrix(spec.num_classes, validate_args=False, sync_on_compute=shared)
+        data = trainer.datamodule
+        confusion = MulticlassConfusionMatrix(
+            data.splits.spec.num_classes, validate_args=False, sync_on_compute=data.layout.replicas > 1
+        )
         self._confusion = confusion.to(pl_module.device)
-        self._mistakes = Mistakes(spec, self._most)
+        self._mistakes = Mistakes(data.splits.spec)
 
         def remember(module: Any, args: tuple[Any, ...], output: Any) -> None:
             self._seen = (args[0] if args else None), output
 
         self._hook = pl_module.register_forward_hook(remember)
 
-    def _count(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def _count(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         (given, logits), self._seen = self._seen, (None, None)
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        stand_in = trainer.datamodule.stand_in(_split(trainer))  # type: ignore[attr-defined]
-        if given is x and not stand_in and _classified(x, logits, y, self._confusion.num_classes):
+        found = given is x and not trainer.datamodule.stand_in(_split(trainer))
+        if found and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
@@ -83,45 +77,41 @@ class Pictures(Callback):
             self._hook.remove()
         self._hook, self._seen = None, (None, None)
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._hook is None:
             return
         self._leave()
-        split = _split(trainer)
+        split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with aside(trainer):
             confusion = self._confusion.compute().cpu()
-            untested = trainer.datamodule.splits.test is None  # type: ignore[attr-defined]
-            sure = split == "test" or (untested and is_last_step(trainer))
+            sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
             drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)
-            if drawn:
-                self._mistakes.gather(trainer)
+            if drawn and data.layout.replicas > 1:
+                self._mistakes.gather()
             if not trainer.is_global_zero or not confusion.any():
                 return
-            if split == "val" and len(confusion) <= MOST_CLASSES:
-                hits, counts = confusion.diagonal().tolist(), confusion.sum(dim=1).tolist()
-                rows = zip(self._mistakes.classes, hits, counts, strict=True)
+            few = len(confusion) <= MOST_CLASSES
+            hits, counts = confusion.diagonal(), confusion.sum(dim=1)
+            if split == "val" and few:
+                rows = zip(self._mistakes.classes, hits.tolist(), counts.tolist(), strict=True)
                 accuracies = {f"val_class/{name}": hit / count for name, hit, count in rows if count}
                 for board in boards(trainer):
-                    board.log_metrics(accuracies, trainer.global_step)
+                    board.log_metrics(accuracies, step)
             if drawn:
-                self._draw(trainer, confusion, split)
+                right, count = int(hits.sum()), int(counts.sum())
+                title = f"{split}, step {step}: "
+                figures = {"mistakes": self._mistakes.draw(f"{title}the worst of {count - right:,} mistakes")}
+                if few:
+                    title += f"{right:,} of {count:,} right"
+                    figures["confusion"] = _matrix(confusion, self._mistakes.classes, title)
+                for board, (name, made) in product(boards(trainer), figures.items()):
+                    board.experiment.add_figure(f"wrong/{split}_{name}", made, step)
                 self._next = time.monotonic() + self._seconds
 
     on_validation_start = on_test_start = _listen
     on_validation_batch_end = on_test_batch_end = _count
     on_validation_end = on_test_end = _finish
     on_exception = _leave
-
-    def _draw(self, trainer: Trainer, confusion: Tensor, split: str) -> None:
-        step, right, count = trainer.global_step, int(confusion.diagonal().sum()), int(confusion.sum())
-        figures = {"mistakes": self._mistakes.draw(f"{split}, step {step}: the worst of {count - right:,} mistakes")}
-        if len(confusion) <= MOST_CLASSES:
-            figures["confusion"] = _matrix(
-                confusion, self._mistakes.classes, f"{split}, step {step}: {right:,} of {count:,} right"
-            )
-        for name, drawn in figures.items():
-            for board in boards(trainer):
-                board.experiment.add_figure(f"wrong/{split}_{name}", drawn, step)
 
 
 def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
@@ -155,7 +145,7 @@ class Mistakes:
             channels]; the worst first, `most` at the most.
     """
 
-    def __init__(self, spec: Spec, most: int) -> None:
+    def __init__(self, spec: Spec, most: int = MISTAKES) -> None:
         self.classes = [str(name) for name in spec.classes]
         self.worst: list[Mistake] = []
         self._spec = spec
@@ -171,15 +161,11 @@ class Mistakes:
         pixels = ((x[found] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         images = pixels.permute(0, 2, 3, 1).cpu().numpy()
         facts = (part[found].tolist() for part in (losses, y, predictions, sure.exp()))
-        self._keep(mistake for mistake in zip(*facts, images, strict=True) if mistake[0] >= 0)
+        self.worst = self._worst(self.worst + [each for each in zip(*facts, images, strict=True) if each[0] >= 0])
 
-    def gather(self, trainer: Trainer) -> None:
+    def gather(self) -> None:
         """Keeps the worst over all ranks; every rank must call it."""
-        if trainer.datamodule.layout.replicas > 1:  # type: ignore[attr-defined]
-            everyone: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(everyone, self.worst)
-            self.worst = []
-            self._keep(mistake for found in everyone for mistake in found)
+        self.worst = self._worst(chain.from_iterable(of_ranks(self.worst)))
 
     def draw(self, title: str) -> Any:
         """Each image, and below it what it was taken for, how surely, and what it is; a figure."""
@@ -193,8 +179,8 @@ class Mistakes:
             axes.set_title(told, fontsize=8, y=-0.55)
         return made
 
-    def _keep(self, more: Iterable[Mistake]) -> None:
-        self.worst = sorted([*self.worst, *more], key=lambda mistake: mistake[0], reverse=True)[: self._most]
+    def _worst(self, found: Iterable[Mistake]) -> list[Mistake]:
+        return sorted(found, key=lambda mistake: mistake[0], reverse=True)[: self._most]
 
 
 def _split(trainer: Trainer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 
 LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
 GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by ReduceLROnPlateau
@@ -13,8 +14,9 @@ GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by Re
 class ResumeState(Callback):
     """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
 
-    Where the optimizer's or the schedule's settings are others than the checkpoint's, they win: the optimizer takes
-    them and keeps what it has gathered, and the new schedule stands where it would after as many steps.
+    Where the optimizer's or the schedule's settings are others than the checkpoint's, or the patience of EarlyStopping,
+    they win: the optimizer takes them and keeps what it has gathered, and the new schedule stands where it would after
+    as many steps.
 
     Args:
         config: the run's plain config.
@@ -37,11 +39,14 @@ class ResumeState(Callback):
         kept = {"length": self.length, "trained": changed, "settings": self.settings}
         checkpoint["continuation"] = {"stopped": trainer.should_stop, **kept}
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("continuation")
         if saved is not None and trainer.state.fn == "fit":
             trainer.should_stop = saved["stopped"] and saved["length"] == self.length
             self._loaded = checkpoint
+            for callback in trainer.callbacks:
+                if isinstance(callback, EarlyStopping) and callback.state_key in checkpoint["callbacks"]:
+                    checkpoint["callbacks"][callback.state_key]["patience"] = callback.patience
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = self._loaded.get("continuation", {"trained": {}, "settings": self.settings})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ DEPTH = 100
 OFTEN = 8  # times that a byte of the file may be a part of a tensor: shared weights, averages
 SLACK = 1 << 20
 MAKERS = (b"bytearray",)  # what torch takes for data, and makes as large as a number in the pickle says
-
-
-def file_fault(path: Path) -> str:
-    """What is wrong with a path before it is opened: a pipe would never end, a device has no end."""
-    return "not a file" if path.exists() and not path.is_file() and not path.is_dir() else ""
 
 
 def archive_fault(archive: zipfile.ZipFile, size: int) -> str:

@@ -15,8 +15,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact import Damaged
-from lockstep.arithmetic.layout import Refusal, counted
-from lockstep.arithmetic.order import DataOrder
+from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, Preemption, ReplicaConsistencyCheck, ResumeState
 from lockstep.launch import logs
 from lockstep.launch.endings import WorkerFailed
@@ -49,7 +48,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         there = counted(len(splits.train), "sample")
         raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
     if config.debug.one_batch:
-        splits = replace(splits, train=first_batch(config, splits.train))
+        splits = first_batch(splits, config.layout, config.seed)
 
     checkpoint, resumed = checkpoint_in(folder)
     first = resumed.get("global_step", 0)
@@ -121,10 +120,10 @@ def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:
     return Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
 
 
-def first_batch(config: Config, train: Any) -> Any:
-    """The run's first batch as a training set of its own: every step then has these samples, whatever the position."""
-    order = DataOrder(len(train), config.layout, config.seed)
-    return Subset(train, order.step(0, 0))  # type: ignore[arg-type]
+def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
+    """The run's first batch as the training set: every step then has these samples, whatever the position."""
+    first = splits.order(layout, seed).step(0, 0)
+    return replace(splits, train=Subset(splits.train, first), balanced=False)  # type: ignore[arg-type]
 
 
 def _best(callbacks: list[pl.Callback]) -> str | None:
