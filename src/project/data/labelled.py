@@ -1,20 +1,23 @@
-"""Labelled image files as a data set, and their split into training, validation and test."""
+"""Image files as a data set: labelled, with a split into training, validation and test; or to be predicted."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.loading.datasets import Spec
-from project.data.image_folder import DEEP, MODES, decode, too_deep
+from project.data.image_folder import DEEP, EXTENSIONS, MODES, UNREADABLE, decode, images_in, too_deep
 
 # ImageNet's, the usual choice for photographs; grey: the mean over its channels
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -56,10 +59,13 @@ class LabelledFiles:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return decode(self.path(index), self.image_size, MODES[self.channels]), int(self.labels[index])
+        return self.decoded(index, self.image_size)
 
     def whole(self, index: int) -> tuple[Tensor, int]:
-        return decode(self.path(index), None, MODES[self.channels]), int(self.labels[index])
+        return self.decoded(index, None)
+
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+        return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
 
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
@@ -134,9 +140,66 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
         try:
             with Image.open(path) as image:
                 deep = too_deep(image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except UNREADABLE:
             raise Refusal(f"{path} can't be read as an image: repair or remove it") from None
         if deep:
             raise Refusal(f"{path} has {DEEP}")
         if time.monotonic() > stop:
             break
+
+
+class ImageFiles(LabelledFiles):
+    """Images without labels, those of a folder in sorted order; an item is `(image, its number)`.
+
+    One that can't be decoded is black, and its number is -1: it is told by its absence in what comes back.
+
+    Args:
+        images: a folder, with images at any depth; a file; a list of paths, .txt (one a line) or .csv (in the column
+            `file` or `path`, else the first); or several of these.
+        image_size: pixels.
+        channels: 1 or 3.
+
+    Raises:
+        Refusal: something is not there, no image is in it, none can be decoded; or another number of channels.
+    """
+
+    draws = False
+
+    def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
+        if channels not in MODES:
+            raise Refusal(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
+        given = [images] if isinstance(images, str | Path) else images
+        parts = [Path(str(each)).expanduser() for each in given]
+        alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
+        names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
+        if not names:
+            raise Refusal(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
+        super().__init__(parts[0] if alone else Path(), names, range(len(names)), image_size, channels)
+        if all(self[index][1] < 0 for index in range(len(self))):  # asks up to the first that can be
+            raise Refusal(f"images={images}: {names[0]} can't be decoded, and no other")
+
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+        try:
+            return super().decoded(index, image_size)
+        except Refusal:
+            return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
+
+
+def _paths(given: Path) -> list[str]:
+    """The image files that a path stands for; those of a list are relative to its folder."""
+    if given.is_dir():
+        return [str(given / name) for name in images_in(given, ".")]
+    if not given.is_file():
+        raise Refusal(f"images={given}: no such file or folder")
+    kind = given.suffix.lower()
+    if kind not in (".txt", ".csv"):
+        return [str(given)]
+    lines = given.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+    rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
+    head = rows[0] if rows else []
+    named = next((head.index(name) for name in ("file", "path") if name in head), None)
+    paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    if absent := [path for path in paths if not path.is_file()]:
+        where = "relative to its folder, of a .csv in the column file or path, else the first"
+        raise Refusal(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
+    return list(map(str, paths))
