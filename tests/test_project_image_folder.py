@@ -19,8 +19,7 @@ from lockstep.loading.datasets import fetch
 from lockstep.run.opening import open_data
 from project.data import ImageFiles, image_folder, image_list
 from project.data.folders import class_folders
-from project.data.image_folder import decode
-from project.data.labelled import split
+from project.data.labelled import decode, split
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:

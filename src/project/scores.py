@@ -22,9 +22,10 @@ class Scores(nn.ModuleDict):
         found = {"loss": losses, "acc": right, "correct": right, "count": torch.ones_like(y)}
         if "acc_top5" in self:
             found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
-        for name, values in found.items():
-            self[name].update(values)
-        return {f"{stage}/{name}": score for name, score in self.items() if isinstance(score, Metric)}
+        scores = {name: score for name, score in self.items() if isinstance(score, Metric)}
+        for name, score in scores.items():
+            score.update(found[name])
+        return {f"{stage}/{name}": score for name, score in scores.items()}
 
 
 def accuracy(logits: Tensor, y: Tensor) -> Tensor:

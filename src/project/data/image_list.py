@@ -32,14 +32,7 @@ def image_list(
     `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
 
     Args:
-        csv: the file.
-        image_size: pixels; images are resized and cropped to it.
-        channels: 3 (RGB) or 1 (grey).
-        mean: per channel, of pixels in 0..1; None: ImageNet's.
-        std: likewise.
-        val_fraction: share of each class that is held out for validation.
-        test_fraction: likewise, for the test, where there is no column `split`.
-        split_seed: which ones.
+        csv: the file. The others are image_folder's.
 
     Raises:
         Refusal: the file, a column, a path or a label is missing; or there is only one class.
@@ -65,7 +58,8 @@ def image_list(
         raise Refusal(f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected")
     number_of = {label: number for number, label in enumerate(classes)}
     numbers = [number_of[row["label"]] for row in rows]
-    files = LabelledFiles(file.parent, [row["path"] for row in rows], numbers, image_size, channels)
+    names = np.array([row["path"] for row in rows])
+    files = LabelledFiles(file.parent, names, np.array(numbers), image_size, channels)
     if "split" in rows[0]:
         of = np.array([PARTS.index(row["split"]) for row in rows])
         parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
