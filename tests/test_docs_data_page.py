@@ -42,7 +42,7 @@ COMMANDS += [f"python src/train.py {keys}" for keys in re.findall(r"`(data=image
 
 
 def test_the_page_has_commands() -> None:
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)

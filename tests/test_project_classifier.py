@@ -142,47 +142,69 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
 # --- class weights ----------------------------------------------------------------------------------------------------
 
 
-def weighted(weights: Any, y: Tensor) -> Any:
+class OwnLoss(MnistCNN):
+    """Which knows nothing of weights."""
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.multi_margin_loss(logits, y, reduction="none")
+
+
+def weighted(weights: Any, y: Tensor, kind: type[MnistCNN] = MnistCNN, balanced: bool = False, **options: Any) -> Any:
     """A classifier in a step whose samples have the labels `y`."""
-    model = mnist_cnn(class_weights=weights, label_smoothing=0.1, num_classes=3)
-    none = SimpleNamespace(mix=None)
-    data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy(), splits=none)
-    model._trainer = SimpleNamespace(datamodule=data)
-    model.setup("fit")
-    model.on_train_batch_start(None, 0)
+    model = kind(**task(class_weights=weights, num_classes=3, **options))
+    splits = SimpleNamespace(balanced=balanced)
+    data = SimpleNamespace(labels=y.numpy(), labels_of_step=lambda step_batch: y.numpy(), splits=splits)
+    trainer: Any = SimpleNamespace(datamodule=data)
+    model.class_weights.setup(trainer, model, "fit")
+    model.class_weights.on_train_batch_start(trainer, model, None, 0)
     return model
 
 
 @pytest.mark.parametrize("weights", [[1, 5, 0.2], "balanced"])
-def test_class_weights_of_a_step_in_pieces_are_those_of_torch_on_the_whole_step(weights: Any) -> None:
+@pytest.mark.parametrize("loss", ["torch's", "smoothed", "own"])
+def test_class_weights_of_a_step_in_pieces_are_those_of_the_whole_step(weights: Any, loss: str) -> None:
     x, y = torch.randn(12, 1, 12, 12), torch.tensor([0, 0, 0, 0, 0, 1, 0, 2, 2, 0, 0, 1])
-    model = weighted(weights, y)
+    model = weighted(weights, y, OwnLoss if loss == "own" else MnistCNN, label_smoothing=0.1 * (loss == "smoothed"))
     given = torch.tensor([12 / (3 * n) for n in (8, 2, 2)] if weights == "balanced" else weights)
+
+    def expected(x: Tensor, y: Tensor) -> Tensor:
+        if loss == "torch's":
+            return nn.functional.cross_entropy(model(x), y, given)
+        return (model.losses(model(x), y) * given[y]).sum() / given[y].sum()
+
+    def gradients() -> list[Tensor]:
+        found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        model.zero_grad()
+        return found
+
     for piece, labels in zip(x.split(4), y.split(4), strict=True):
         (model.training_step((piece, labels), 0)["loss"] * (4 / 12)).backward()
-    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
-    nn.CrossEntropyLoss(given, label_smoothing=0.1)(model(x), y).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(found, expected)
-    model.zero_grad()  # the control: each piece normalised by itself
-    for piece, labels in zip(x.split(4), y.split(4), strict=True):
-        (nn.CrossEntropyLoss(given, label_smoothing=0.1)(model(piece), labels) * (4 / 12)).backward()
-    assert float((next(model.parameters()).grad - expected[0]).norm() / expected[0].norm()) > 1e-2
+    found = gradients()
+    expected(x, y).backward()
+    whole = gradients()
+    torch.testing.assert_close(found, whole)
+    for piece, labels in zip(x.split(4), y.split(4), strict=True):  # the control: each piece normalised by itself
+        (expected(piece, labels) * (4 / 12)).backward()
+    assert float((gradients()[0] - whole[0]).norm() / whole[0].norm()) > 1e-2
 
 
-def test_an_evaluation_is_not_weighted() -> None:
-    x, y = torch.randn(4, 1, 12, 12), torch.tensor([0, 1, 2, 0])
-    model = weighted([1, 5, 0.2], y).eval()
-    torch.testing.assert_close(
-        model.losses(model(x), y), nn.functional.cross_entropy(model(x).double(), y, reduction="none")
-    )
+def test_an_evaluation_is_not_weighted(tmp_path: Path) -> None:
+    model, (x, y) = weighted([1, 5, 0.2], torch.tensor([0, 1, 2, 0])), batches(2)[0]
+    logged = trainer(tmp_path).test(model, loader([(x, y)]), verbose=False)[0]
+    logits = model(x).double()
+    assert logged["test/loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-6)
+    losses = nn.functional.cross_entropy(logits, y, reduction="none")
+    assert logged["test/loss"] != pytest.approx(float(model.class_weights(losses, y).mean()), rel=1e-2)  # the control
 
 
-def test_weighted_classes_take_no_mixed_labels() -> None:
-    model = weighted("balanced", torch.tensor([0, 1, 2]))
+def test_weighted_classes_take_no_mixed_labels_and_no_balanced_order() -> None:
+    y = torch.tensor([0, 1, 2])
+    model = weighted("balanced", y)
     with pytest.raises(Refusal, match="class_weights and mixed labels don't go together"):
         model.training_step((torch.randn(3, 1, 12, 12), torch.eye(3)), 0)
+    weighted([1, 2, 3], y, balanced=True)  # given ones may have another reason
+    with pytest.raises(Refusal, match=r"class_weights=balanced and data.sampling=balanced don't go together: each"):
+        weighted("balanced", y, balanced=True)
 
 
 @pytest.mark.parametrize("weights", ["weighted", [1, 2], [1, 2, 0], [1, 2, math.inf], 3])

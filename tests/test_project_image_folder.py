@@ -17,10 +17,9 @@ from small_data import config, one_line
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import fetch
 from lockstep.run.opening import open_data
-from project.data import image_folder
+from project.data import ImageFiles, image_folder, image_list
 from project.data.folders import class_folders
-from project.data.image_folder import decode
-from project.data.labelled import split
+from project.data.labelled import decode, split
 
 
 def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
@@ -204,6 +203,26 @@ def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
         dataset[4]
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "tiff", "webp", "gif"])
+def test_images_stand_upright(tmp_path: Path, kind: str) -> None:
+    """As a camera says by EXIF's orientation; of a GIF, which has none, the first picture."""
+    pixels = np.zeros((16, 24, 3), dtype=np.uint8)
+    pixels[:, 12:] = 255
+    turned = Image.fromarray(pixels if kind == "gif" else np.rot90(pixels, 1))  # to be turned back, clockwise
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for part in ("train/a", "train/b", "test/a", "test/b"):
+        (tmp_path / part).mkdir(parents=True)
+        more = {"save_all": True, "append_images": [turned.rotate(180)]} if kind == "gif" else {"exif": exif}
+        turned.save(tmp_path / part / f"{1}.{kind}", **more)
+    (tmp_path / "list.csv").write_text(f"path,label,split\ntrain/a/1.{kind},a,train\ntest/b/1.{kind},b,train\n")
+    listed = image_list(str(tmp_path / "list.csv"), image_size=16, val_fraction=0)
+    for files in (image_folder(str(tmp_path), image_size=16).train, listed.train, ImageFiles(tmp_path, 16, 3)):
+        assert files.whole(0)[0].shape == (3, 16, 24)
+        image = files[0][0]
+        assert int(image[:, :, :6].max()) < 60 < 190 < int(image[:, :, 10:].min())
 
 
 @pytest.mark.parametrize(("name", "type"), [("1.png", "<u2"), ("1.tiff", "<u2"), ("1.tiff", ">u2"), ("1.pgm", "<u2")])

@@ -58,13 +58,20 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
         ("path,label", ",b", "row 4 has no path"),
         ("path,label", "images/2.png,", "row 4 has no label"),
         ("path,label", "images/2.png,a", "only one label, a; two at least are expected"),
-        ("path,label", "images/2.png,b,train", "its columns are path, label; expected are"),
+        ("path,label", "images/2.png,b,train", "row 4 has 3 values for 2 columns; a value with a comma"),
+        ("path,label", "\nimages/2,5.png,b", "row 5 has 3 values"),  # as an editor counts lines
+        ("path,label", "2.png,b", "2.png; paths are relative to the list's folder"),
+        ("images/3.png,b", "images/2.png,b", "its columns are images/3.png, b; expected are path, label, and"),
         (
             "path,class",
             "images/2.png,b",
             "its columns are path, class; expected are path, label, and if you like split",
         ),
-        ("path;label", "images/2.png;b", "its columns are path;label; expected"),
+        (
+            "path;label",
+            "images/2.png;b",
+            "its columns are path;label; expected are path, label, and if you like split, in its first row",
+        ),
         ("path,label,split", "images/2.png,b,dev", "row 2: split is empty; it must be train, val or test"),
     ],
 )

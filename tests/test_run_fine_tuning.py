@@ -158,7 +158,7 @@ def test_what_is_frozen_as_a_whole_computes_as_in_evaluation() -> None:
     moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
     assert {name.split(".")[1] for name in moved} == {"norm2", "norm3", "norm4"}
     model.net.norm1.requires_grad_(True)
-    model.on_train_epoch_start()
+    model.frozen.on_train_epoch_start(None, model)
     assert model.net.norm1.training
     assert not model.net.conv1.training
     assert not model.eval().net.norm1.training

@@ -131,7 +131,10 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
         assert [float(row["probability"]), float(row["probability_2"])] == pytest.approx(sure, abs=2e-6)
     assert re.search(r"5 images, \d+ images/s: ", run.stderr)
     ImageFiles([str(folder), str(folder / "01.png")], SIZE, 3)  # the control
-    for given, said in (("list.csv", "there is no .*gone.png"), ("gone.png", "no such file or folder")):
+    for given, said in (
+        ("list.csv", "there is no .*gone.png; a list's paths are relative to its folder"),
+        ("gone.png", "no such file or folder"),
+    ):
         (tmp_path / "list.csv").write_text("gone.png\n")
         with pytest.raises(Refusal, match=said):
             ImageFiles([str(folder), str(tmp_path / given)], SIZE, 3)
@@ -210,6 +213,10 @@ def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     for folder, said in ((tmp_path / "nowhere", "no such file or folder"), (tmp_path, "no image in it; known: .jpg")):
         with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):
             ImageFiles(folder, SIZE, 3)
+    for name in ("a.png", "b.gif"):
+        (tmp_path / name).write_bytes(b"cut")
+    with pytest.raises(Refusal, match=r"images=.*: a.png can't be decoded, and no other"):
+        ImageFiles(tmp_path, SIZE, 3)
     with pytest.raises(Refusal, match="1 or 3 channels, the model was trained on 4"):
         ImageFiles(tmp_path, SIZE, 4)
 

@@ -2,8 +2,7 @@
 
 from project.data.digits import digits, synthetic
 from project.data.files import cifar10, fashion_mnist, mnist
-from project.data.folders import image_folder
-from project.data.image_folder import ImageFiles
+from project.data.folders import ImageFiles, image_folder
 from project.data.image_list import image_list
 
 __all__ = ["ImageFiles", "cifar10", "digits", "fashion_mnist", "image_folder", "image_list", "mnist", "synthetic"]

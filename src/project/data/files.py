@@ -11,11 +11,8 @@ import socket
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,13 +58,11 @@ def cifar10(data_dir: str) -> Source:
 
 def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Source:
     folder = Path(data_dir, torchvision_name, "raw")
-    if not all(_find(folder, file) for file in MNIST_FILES):
+    if not all(_found(folder, file).is_file() for file in MNIST_FILES):
         _download(name, torchvision_name, f"{torchvision_name}/raw", data_dir, ", ".join(MNIST_FILES))
     arrays = []
     for images_file, labels_file in (MNIST_FILES[:2], MNIST_FILES[2:]):
-        images_path, labels_path = _find(folder, images_file), _find(folder, labels_file)
-        assert images_path is not None
-        assert labels_path is not None
+        images_path, labels_path = _found(folder, images_file), _found(folder, labels_file)
         images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
         if len(images) != len(labels):
             raise Refusal(f"{labels_path}: {len(labels)} labels, but {images_path.name} has {len(images)} images")
@@ -79,8 +74,8 @@ def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Sou
     return Source(arrays[0], arrays[1], spec)
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+def _found(folder: Path, name: str) -> Path:
+    return folder / name if (folder / name).is_file() else folder / f"{name}.gz"
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -121,12 +116,13 @@ def _download(name: str, torchvision_name: str, result: str, data_dir: str, file
     except OSError as error:
         reason = f"data_dir={data_dir} can't hold a download ({error.strerror})"
         raise Refusal(f"{name}: {reason}; data=digits needs none") from error
+    patience = socket.getdefaulttimeout()
     try:
         from torchvision import datasets
 
         logging.getLogger("lockstep").info("downloading %s to %s", torchvision_name, data_dir)
-        with _timeout(TIMEOUT_SECONDS):
-            getattr(datasets, torchvision_name)(scratch, download=True)
+        socket.setdefaulttimeout(TIMEOUT_SECONDS)
+        getattr(datasets, torchvision_name)(scratch, download=True)
         target = Path(data_dir, result)
         target.mkdir(parents=True, exist_ok=True)
         for file in Path(scratch, result).iterdir():
@@ -137,17 +133,8 @@ def _download(name: str, torchvision_name: str, result: str, data_dir: str, file
             f"put {files} there, or use data=digits, which needs none"
         ) from error
     finally:
+        socket.setdefaulttimeout(patience)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _timeout(seconds: float) -> Iterator[None]:
-    before: Any = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def _reason(error: BaseException) -> str:

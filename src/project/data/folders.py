@@ -1,18 +1,22 @@
-"""Folders of images, with a folder for each class, as people have them."""
+"""Image files as people have them: in a folder for each class; or without classes, to be predicted."""
 
 from __future__ import annotations
 
+import csv
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import Source
-from project.data.image_folder import EXTENSIONS, images_in
-from project.data.labelled import PARTS, LabelledFiles, check_headers, image_spec, split
+from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, image_spec, split
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # that are hardly classes
 WANTED = "hold train/ with test/ or val/ or both, and in each a folder of images per class; or these folders alone"
 
@@ -92,4 +96,77 @@ def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledF
     if empty:
         raise Refusal(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
     labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
-    return LabelledFiles(root, [name for names in found for name in names], labels, image_size, channels), classes
+    return LabelledFiles(root, np.array([*chain(*found)]), labels, image_size, channels), classes
+
+
+def images_in(root: Path, name: str) -> list[str]:
+    """Paths of a class's images, relative to `root`, in sorted order. A folder that links lead to again counts once."""
+    found, seen = [], set()
+    for folder, folders, files in os.walk(root / name, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        # sorted: of two links to a folder, the same one is followed on every machine
+        images = (file for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith("."))
+        found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
+    return sorted(found)
+
+
+class ImageFiles(LabelledFiles):
+    """Images without labels, those of a folder in sorted order; an item is `(image, its number)`.
+
+    One that can't be decoded is black, and its number is -1: it is told by its absence in what comes back.
+
+    Args:
+        images: a folder, with images at any depth; a file; a list of paths, .txt (one a line) or .csv (in the column
+            `file` or `path`, else the first); or several of these.
+        image_size: pixels.
+        channels: 1 or 3.
+
+    Raises:
+        Refusal: something is not there, no image is in it, none can be decoded; or another number of channels.
+    """
+
+    draws = False
+
+    def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
+        if channels not in MODES:
+            raise Refusal(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
+        given = [images] if isinstance(images, str | Path) else images
+        parts = [Path(str(each)).expanduser() for each in given]
+        alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
+        names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
+        if not names:
+            raise Refusal(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
+        root = parts[0] if alone else Path()
+        super().__init__(root, np.array(names), np.arange(len(names)), image_size, channels)
+        if all(self[index][1] < 0 for index in range(len(self))):  # asks up to the first that can be
+            raise Refusal(f"images={images}: {names[0]} can't be decoded, and no other")
+
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+        try:
+            return super().decoded(index, image_size)
+        except Refusal:
+            return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
+
+
+def _paths(given: Path) -> list[str]:
+    """The image files that a path stands for; those of a list are relative to its folder."""
+    if given.is_dir():
+        return [str(given / name) for name in images_in(given, ".")]
+    if not given.is_file():
+        raise Refusal(f"images={given}: no such file or folder")
+    kind = given.suffix.lower()
+    if kind not in (".txt", ".csv"):
+        return [str(given)]
+    lines = given.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+    rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
+    head = rows[0] if rows else []
+    named = next((head.index(name) for name in ("file", "path") if name in head), None)
+    paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    if absent := [path for path in paths if not path.is_file()]:
+        where = "relative to its folder, of a .csv in the column file or path, else the first"
+        raise Refusal(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
+    return list(map(str, paths))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,14 +32,7 @@ def image_list(
     `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
 
     Args:
-        csv: the file.
-        image_size: pixels; images are resized and cropped to it.
-        channels: 3 (RGB) or 1 (grey).
-        mean: per channel, of pixels in 0..1; None: ImageNet's.
-        std: likewise.
-        val_fraction: share of each class that is held out for validation.
-        test_fraction: likewise, for the test, where there is no column `split`.
-        split_seed: which ones.
+        csv: the file. The others are image_folder's.
 
     Raises:
         Refusal: the file, a column, a path or a label is missing; or there is only one class.
@@ -47,20 +42,24 @@ def image_list(
         raise Refusal("data.csv must be given: data.csv=<file>, with the columns path and label")
     file = Path(csv).expanduser().absolute()
     rows = read(file)
-    for number, row in enumerate(rows, 2):
+    for row in rows:
+        at = f"{file}: row {row['row']}"
         if not row["path"] or not row["label"]:
-            raise Refusal(f"{file}: row {number} has no {'label' if row['path'] else 'path'}")
+            raise Refusal(f"{at} has no {'label' if row['path'] else 'path'}")
         if row.get("split", "train") not in PARTS:
-            raise Refusal(f"{file}: row {number}: split is {row['split'] or 'empty'}; it must be train, val or test")
+            raise Refusal(f"{at}: split is {row['split'] or 'empty'}; it must be train, val or test")
         if not os.path.isfile(file.parent / row["path"]):
-            raise Refusal(f"{file}: row {number}: there is no file {file.parent / row['path']}")
+            raise Refusal(
+                f"{at}: there is no file {file.parent / row['path']}; paths are relative to the list's folder"
+            )
     labels = {row["label"] for row in rows}
     classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     if len(classes) < 2:
         raise Refusal(f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected")
     number_of = {label: number for number, label in enumerate(classes)}
     numbers = [number_of[row["label"]] for row in rows]
-    files = LabelledFiles(file.parent, [row["path"] for row in rows], numbers, image_size, channels)
+    names = np.array([row["path"] for row in rows])
+    files = LabelledFiles(file.parent, names, np.array(numbers), image_size, channels)
     if "split" in rows[0]:
         of = np.array([PARTS.index(row["split"]) for row in rows])
         parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
@@ -75,19 +74,24 @@ def image_list(
     return Source(train, test, image_spec(image_size, channels, mean, std, classes), val)
 
 
-def read(file: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file, by column.
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV file, by column, and by `row` the number of their line.
 
     Raises:
-        Refusal: it can't be read, or has other columns.
+        Refusal: it can't be read, has other columns, or a row has more values.
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
-            table = csv.DictReader(text, restkey="more", restval="")
-            columns, rows = [str(name) for name in table.fieldnames or ()], list(table)
+            table = csv.reader(text, skipinitialspace=True)
+            lines = [(table.line_num, values) for values in table if values]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refusal(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
-    if not {"path", "label"} <= set(columns) <= set(COLUMNS) or any("more" in row for row in rows):
-        has = ", ".join(columns) or "none"
-        raise Refusal(f"{file}: its columns are {has}; expected are path, label, and if you like split")
-    return rows
+    columns = lines[0][1] if lines else []
+    if not {"path", "label"} <= set(columns) <= set(COLUMNS):
+        expected = "expected are path, label, and if you like split, in its first row, with commas between"
+        raise Refusal(f"{file}: its columns are {', '.join(columns) or 'none'}; {expected}")
+    for number, values in lines:
+        if len(values) > len(columns):
+            why = f"{len(values)} values for {len(columns)} columns; a value with a comma in it stands in quotes"
+            raise Refusal(f"{file}: row {number} has {why}")
+    return [{"row": number, **dict(zip_longest(columns, values, fillvalue=""))} for number, values in lines[1:]]

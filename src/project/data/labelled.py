@@ -1,71 +1,63 @@
-"""Labelled image files as a data set, and their split into training, validation and test."""
+"""Labelled image files as a data set, how they are decoded, and their split into training, validation and test."""
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.loading.datasets import Spec
-from project.data.image_folder import DEEP, MODES, decode, too_deep
 
+MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
+UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+DEEP = "32-bit pixels: save it with 8"
 # ImageNet's, the usual choice for photographs; grey: the mean over its channels
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # as folders and columns call them
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
 
 
+@dataclass
 class LabelledFiles:
     """Images that are decoded when they are asked for: the short side becomes `image_size`, the middle is kept.
-    Transforms get them whole.
+    Transforms get them whole."""
 
-    Args:
-        root: what the names are relative to.
-        names: of the files.
-        labels: whole numbers, one for each file.
-        image_size: pixels.
-        channels: 1 or 3.
-    """
+    root: Path  # what the names are relative to
+    names: NDArray[np.str_]  # arrays, not lists: to count references to a million strings would copy their memory
+    labels: NDArray[np.int64]
+    image_size: int  # pixels
+    channels: int  # 1 or 3
 
     streams = True
     draws = False
-
-    def __init__(
-        self,
-        root: Path,
-        names: Sequence[str],
-        labels: Sequence[int] | NDArray[np.int64],
-        image_size: int,
-        channels: int,
-    ) -> None:
-        self.root = root
-        # Arrays, not lists: counting references to a million strings would copy their memory into every worker.
-        self.names: NDArray[np.str_] = np.asarray(names, dtype=np.str_)
-        self.labels = np.asarray(labels, dtype=np.int64)
-        self.image_size = image_size
-        self.channels = channels
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return decode(self.path(index), self.image_size, MODES[self.channels]), int(self.labels[index])
+        return self.decoded(index, self.image_size)
 
     def whole(self, index: int) -> tuple[Tensor, int]:
-        return decode(self.path(index), None, MODES[self.channels]), int(self.labels[index])
+        return self.decoded(index, None)
+
+    def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
+        return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
 
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
 
     def part(self, ids: NDArray[np.int64]) -> LabelledFiles:
-        return LabelledFiles(self.root, self.names[ids].tolist(), self.labels[ids], self.image_size, self.channels)
+        return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
 
     def fingerprint(self) -> str:
         """Over names, sizes and labels: reading every byte would take too long."""
@@ -73,6 +65,44 @@ class LabelledFiles:
         for index in range(len(self)):
             digest.update(f"{self.names[index]}\0{self.path(index).stat().st_size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
+
+
+def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
+    """An image file as uint8 [channels, image_size, image_size]: upright, as its EXIF data say, the short side resized,
+    the middle kept; of several pictures the first.
+
+    Args:
+        image_size: None: as it is stored.
+        mode: Pillow's, `L` or `RGB`.
+
+    Raises:
+        Refusal: it can't be decoded, or has 32-bit pixels.
+    """
+    try:
+        with Image.open(path) as image:
+            ImageOps.exif_transpose(image, in_place=True)
+            fitted = _of_8_bits(image).convert(mode)
+            if image_size is not None and fitted.size != (image_size, image_size):
+                fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
+    except (*UNREADABLE, struct.error) as error:
+        raise Refusal(f"{path} can't be decoded ({error})") from error
+    pixels = np.array(fitted).reshape(fitted.height, fitted.width, -1)
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image with what 16 bits hold scaled to 8; Pillow would make all above 255 white."""
+    if too_deep(image):
+        raise ValueError(DEEP)
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray(((np.asarray(image).astype(np.int64) + 128) // 257).astype(np.uint8))
+
+
+def too_deep(image: Image.Image) -> bool:
+    """Whether nobody knows which numbers are black and white: not where PNG and PPM, which have no more than 16 bits,
+    are read as 32."""
+    return image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM"))
 
 
 def image_spec(
@@ -134,7 +164,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
         try:
             with Image.open(path) as image:
                 deep = too_deep(image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except UNREADABLE:
             raise Refusal(f"{path} can't be read as an image: repair or remove it") from None
         if deep:
             raise Refusal(f"{path} has {DEEP}")

@@ -32,10 +32,9 @@ class ResNet18(ImageClassifier):
         pretrained: bool = False,
         **task: Any,
     ) -> None:
-        if stem not in STEMS:
-            raise ValueError(f"stem={stem}: must be one of {', '.join(STEMS)}")
-        if norm not in NORMS:
-            raise ValueError(f"norm={norm}: must be one of {', '.join(NORMS)}")
+        for name, value, known in (("stem", stem, STEMS), ("norm", norm, NORMS)):
+            if value not in known:
+                raise ValueError(f"{name}={value}: must be one of {', '.join(known)}")
         if not isinstance(pretrained, bool):
             raise ValueError(f"pretrained={pretrained}: must be true or false")
         small = stem == "small" or (stem == "auto" and image_size <= 64)
@@ -53,7 +52,9 @@ class ResNet18(ImageClassifier):
             )
         net = _resnet18(channels, num_classes, small, norm)
         if pretrained:
-            _load_pretrained(net)
+            from torchvision.models import ResNet18_Weights
+
+            fill(net, downloaded(ResNet18_Weights.DEFAULT))
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
 
     def stages(self) -> list[nn.Module]:
@@ -74,15 +75,8 @@ def _resnet18(channels: int, num_classes: int, small: bool, norm: str) -> nn.Mod
     net = resnet18(num_classes=num_classes, norm_layer=_group_norm if norm == "group" else None)
     if small or channels != 3:
         net.conv1 = nn.Conv2d(channels, 64, **(SMALL_STEM if small else IMAGENET_STEM), bias=False)
-        nn.init.kaiming_normal_(
-            net.conv1.weight, mode="fan_out", nonlinearity="relu"
-        )  # as torchvision draws the others
+        # as torchvision draws the others
+        nn.init.kaiming_normal_(net.conv1.weight, mode="fan_out", nonlinearity="relu")
     if small:
         net.maxpool = nn.Identity()
     return net
-
-
-def _load_pretrained(net: nn.Module) -> None:
-    from torchvision.models import ResNet18_Weights
-
-    fill(net, downloaded(ResNet18_Weights.DEFAULT))

@@ -1,14 +1,61 @@
-"""A callback that unfreezes what `model.freeze` holds, at an epoch; conf/callbacks/unfreeze.yaml names it."""
+"""Which parameters are trained, from when on, and which of them decay."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import matching
+
+
+def groups(module: nn.Module, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: weights decay as it says, norms and biases (one-dimensional) only if asked for
+    (He et al., Bag of Tricks, 2019). Frozen ones are among them: without a gradient they stay, and may be unfrozen."""
+    parameters = list(module.parameters())
+    if decay_norms_and_biases:
+        return [{"params": parameters}]
+    weights = {"params": [p for p in parameters if p.ndim > 1]}
+    others = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
+    return [group for group in (weights, others) if group["params"]]
+
+
+class Freeze(Callback):
+    """Takes parameters out of training. A layer or block of which all are frozen computes as in evaluation: no dropout
+    there, and running statistics stay.
+
+    Args:
+        module: has the parameters.
+        patterns: of their names: `net.layer1.*`.
+
+    Raises:
+        ValueError: a pattern matches no name, or nothing is left to be trained.
+    """
+
+    def __init__(self, module: nn.Module, patterns: Sequence[str]) -> None:
+        if isinstance(patterns, str):
+            raise ValueError(f"freeze={patterns}: must be a list, freeze=[{patterns}]")
+        named = dict(module.named_parameters())
+        try:
+            frozen = matching(patterns, list(named))
+        except ValueError as error:
+            raise ValueError(f"freeze={list(patterns)}: {error}") from None
+        if named and len(frozen) == len(named):
+            raise ValueError(f"freeze={list(patterns)}: nothing is left to be trained")
+        for name in frozen:
+            named[name].requires_grad_(False)
+        self.on_train_start(None, module)
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        for block in pl_module.modules():  # from the outer ones to the inner ones
+            trained = [parameter.requires_grad for parameter in block.parameters()]
+            if trained:
+                block.train(any(trained))
+
+    on_train_epoch_start = on_train_start  # a callback may have unfrozen something
 
 
 class Unfreeze(BaseFinetuning):

@@ -1,0 +1,52 @@
+"""Class weights: what a sample counts for in training, by its class."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lockstep.arithmetic.layout import Refusal
+
+
+class ClassWeights(Callback):
+    """Weighs losses so that their mean over a step is `sum(weight x loss) / sum(weight)`: over the whole step, not over
+    a piece of it or a device's part, so every layout has the same gradient.
+
+    Args:
+        weights: a number for each class; 'balanced', samples / (classes x samples of the class); or None.
+        num_classes: how many must be given.
+    """
+
+    def __init__(self, weights: str | Sequence[float] | None, num_classes: int) -> None:
+        given = isinstance(weights, Sequence) and all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
+        if weights not in (None, "balanced") and not (given and len(weights) == num_classes):
+            ask = f"must be balanced, or {num_classes} numbers above 0, one for a class"
+            raise ValueError(f"class_weights={weights}: {ask}")
+        self.weights, self.num_classes = weights, num_classes
+        self.of_step: Tensor | None = None  # by class; their mean over the samples of the step under way is 1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "fit" and self.weights == "balanced":
+            if data.splits.balanced:
+                one = "each makes up for rare classes by itself, so leave one out"
+                raise Refusal(f"model.class_weights=balanced and data.sampling=balanced don't go together: {one}")
+            counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
+            self.weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.weights is not None:
+            weights = torch.tensor(self.weights, dtype=torch.float64)
+            mean = weights[torch.from_numpy(trainer.datamodule.labels_of_step(batch))].mean()
+            self.of_step = (weights / mean).to(pl_module.device)
+
+    def __call__(self, losses: Tensor, y: Tensor) -> Tensor:
+        """Losses [n] of samples of the classes y [n], each times its weight in the step under way."""
+        if self.of_step is None:
+            return losses
+        if y.ndim > 1:
+            raise Refusal("model.class_weights and mixed labels don't go together: a sample has several classes")
+        return losses * self.of_step[y].to(losses.dtype)
