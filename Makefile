@@ -3,6 +3,7 @@ PYTHON ?= python3
 ARGS   ?=
 BIN    := .venv/bin
 STAMP  := .venv/.from-lock
+UV     := $(BIN)/uv pip
 BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after the other, in this process
 
 .DEFAULT_GOAL := help
@@ -17,8 +18,10 @@ setup: $(STAMP) ## build .venv from requirements.lock; again only when the lock 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d: make setup PYTHON=python3.12" % v[:2])'
 	@$(PYTHON) -m venv .venv
-	@echo "installing into .venv: several minutes the first time, a few GB (PyTorch brings its CUDA libraries)"
-	@$(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock
+	@echo "installing into .venv: a minute or two the first time, a few GB (PyTorch brings its CUDA libraries)"
+	@sed -n '/^uv==/,/# via/p' requirements.lock | $(BIN)/python -m pip install --quiet --require-hashes -r /dev/stdin
+	@$(UV) install --python $(BIN)/python --quiet --require-hashes --compile-bytecode -r requirements.lock || { echo "uv can't, so pip does it"; \
+	    $(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock; }
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -43,11 +46,8 @@ lint: setup ## ruff (rules and format), mypy, and the order of the rooms
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# uv resolves for all platforms and Pythons at once, which pip can't; it lives in a folder of its own and is gone afterwards.
-lock: ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
-	@set -e; tool=$$(mktemp -d); trap 'rm -rf "$$tool"' EXIT; \
-	$(PYTHON) -m venv "$$tool"; "$$tool/bin/python" -m pip install --quiet uv; \
-	"$$tool/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+lock: setup ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
+	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
 
 clean: ## remove caches and .venv, never outputs/ or data/

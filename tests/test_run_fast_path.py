@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Program
+
+from lockstep.launch.machine import cores
 
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
 COUNTED = f"""
@@ -41,3 +44,26 @@ def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> 
     assert "| 32-true | channels_last, 1 thread |" in chosen.stdout + chosen.stderr
     plain = run_train(*TASK, "data.samples=100", "max_steps=1", "memory_format=contiguous", "threads=2")
     assert "| 32-true | 2 threads |" in plain.stdout + plain.stderr
+
+
+CROWDED = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT / "src")!r})
+import torch
+from lockstep.launch import neighbours
+neighbours.wait_shortly_beside_others()
+begun = len(os.listdir("/proc/self/task"))
+for neighbours.CROWDED, seconds in ((9.0, 1), (-1.0, 60)):
+    until = time.monotonic() + seconds
+    while (added := len(os.listdir("/proc/self/task")) - begun) < {cores()} and time.monotonic() < until:
+        time.sleep(0.05)
+    print(added)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
+def test_threads_that_lack_cores_become_more_and_wait_shortly() -> None:
+    run = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
+    enough, lacking = map(int, run.stdout.split())
+    assert enough == 0
+    assert lacking >= cores()

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_of_each
+from lockstep.launch.neighbours import wait_shortly_beside_others
 from lockstep.run.config import Config
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -26,6 +27,8 @@ def set_up_worker(config: Config, folder: Path) -> int:
         keep_freed_memory()
     threads = threads_of(config)
     torch.set_num_threads(threads)
+    if threads > 1:
+        wait_shortly_beside_others()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
     return rank
 
