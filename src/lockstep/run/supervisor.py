@@ -17,7 +17,7 @@ from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.guest import Guest, KeeperLost
 from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.keeper import Keeper
-from lockstep.launch.machine import computes_bf16
+from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.meeting import meet, meeting_of
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
@@ -118,6 +118,8 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
         elif can_shrink and now.layout.devices > 1:
             now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
+            if now.layout.accelerator == "gpu":
+                hide_gpu(raised.local_rank)
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)
         else:
