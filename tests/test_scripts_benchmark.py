@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, forked
 from parts import picture, traces
 from parts.players import OPPONENTS, play
-
-from lockstep.launch.machine import gpu_count
 
 PLAYER = """
 import sys, time
@@ -96,15 +92,19 @@ def test_the_picture_shows_goals_and_controls_only(tmp_path: Path, monkeypatch: 
     assert not [name for name in shown if "do not talk" in name]
 
 
-REFUSED = [(["stepp"], "did you mean step?"), (["epoch", "--data-dir=x"], "no MNIST/raw")]
-if gpu_count() == 0:
-    REFUSED.append((["gpu"], "error: gpu: this machine has no GPU that torch can use"))
+REFUSED = [
+    (["benchmark.py", "stepp"], "did you mean step?"),
+    (["benchmark.py", "accuracy", "--data-dir=x"], "no MNIST/raw"),
+    (["benchmark.py", "gpu"], "error: gpu: this machine has no GPU that torch can use"),
+    (["gpu_day.py"], "no GPU that torch can use; --accelerator=cpu rehearses"),
+    (["gpu_day.py", "--accelerator=cpu", "bit"], "did you mean bits?"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "scripts/bench/benchmark.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    program, *given = arguments
+    done = forked(f"scripts/bench/{program}", *given)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from machine import facts
+from common.machine import facts
 
 from lockstep.launch.machine import gpu_count
 from lockstep.run.checks import ROOT, unknown

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from showing import BLUE, GREY, VERMILION, find_pyplot
+from common.showing import BLUE, GREY, VERMILION, find_pyplot
 
-PARTS = ("step", "epoch", "start", "accuracy", "scaling", "pieces", "gpu")  # memory's are no times
+PARTS = ("step", "start", "accuracy", "scaling", "pieces", "gpu")  # memory's are no times
 Row = dict[str, Any]
 
 
