@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, forked
-from parts import picture, traces
+from conftest import forked
+from parts import traces
 from parts.players import OPPONENTS, play
 
 PLAYER = """
@@ -74,22 +74,6 @@ def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
     asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
     found = [traces.traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
     assert found[0] == found[1] >= 1
-
-
-def test_the_picture_shows_goals_and_controls_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert picture.draw(ROOT / "docs" / "benchmarks", tmp_path / "performance.png")
-    (axes,) = pyplot.gcf().axes
-    names = [name.get_text() for name in axes.get_yticklabels()]
-    shown = dict(zip(names, [text.get_text() for text in axes.texts], strict=True))
-    monkeypatch.undo()
-    pyplot.close("all")
-    assert len(shown) == len(axes.patches) > 20
-    assert "goal" not in shown["mnist_cnn, batch 64: control, plain against plain"]
-    assert "goal 72%" in shown["mnist_cnn, batch 64: against the plain loop"]
-    assert not [name for name in shown if "do not talk" in name]
 
 
 REFUSED = [

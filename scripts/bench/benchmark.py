@@ -6,7 +6,7 @@
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
-part writes a JSON file (--json) with machine, versions and commit; performance.png beside that folder shows them all.
+part writes a JSON file (--json) with machine, versions and commit.
 Exit codes: 0 measured, 1 a part failed, 2 bad input.
 """
 
@@ -28,11 +28,10 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from common.machine import cpu_name
 from common.showing import wide_console
-from parts import picture, programs, steps
-from parts.accuracy import accuracy
+from parts import programs, steps
+from parts.folders import folders
 from parts.gpu import gpu
 from parts.players import Row
-from parts.predictions import predict
 from rich import box
 from rich.table import Table
 
@@ -46,9 +45,9 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "start": lambda *_: programs.start(),
     "scaling": lambda folder, _: steps.scaling(folder),
     "pieces": lambda folder, _: steps.pieces(folder),
-    "accuracy": lambda _, data_dir: accuracy(data_dir),
+    "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
-    "predict": lambda folder, _: predict(folder),
+    "folders": lambda folder, _: folders(folder),
     "gpu": lambda folder, _: gpu(folder),
 }
 
@@ -89,7 +88,6 @@ def main() -> int:
         options.json.mkdir(parents=True, exist_ok=True)
         found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows]}
         write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
-    picture.draw(options.json, options.json.parent / "performance.png")
     return int(failed)
 
 

@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
@@ -36,9 +37,9 @@ from lockstep.run.checks import ROOT, unknown
 from lockstep.run.summary import git_info, write_summary
 
 OUTPUTS = "OUTPUTS"  # in a command: a folder that its trial has for itself
-TASK = ("data=synthetic", "data.samples=600", "data.image_size=14", "data.augment={crop:2,flip:true}", "batch_size=128")
-TASK += ("model.dropout=0.3", "max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60")
-EXACT = ("exact=true", "pieces=4")
+TASK = ("data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128")
+TASK += ("max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60")
+EXACT = ("exact=true", "pieces=4", "model.dropout=0.3")
 LAYOUTS = {
     "one device": "devices=1",
     "4 pieces": "devices=1 pieces=4",
@@ -75,14 +76,7 @@ class Trial:
     differs: bool = False  # a control: with others
 
 
-@dataclass(frozen=True)
-class Result:
-    part: str
-    name: str
-    verdict: str
-    good: bool
-    seconds: float = 0.0
-    weights_sha256: str | None = None
+Row = dict[str, Any]  # of the page: part, trial, verdict, good, seconds, weights_sha256
 
 
 def trials(accelerator: str, devices: int) -> Iterator[Trial]:
@@ -121,19 +115,25 @@ def trials(accelerator: str, devices: int) -> Iterator[Trial]:
         yield Trial("benchmark", "benchmark.py gpu", [[("scripts/bench/benchmark.py", "gpu")]], 560)
 
 
-def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Result:
+def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Row:
     """What became of a trial within so many seconds; `bits` are what the first trial of each task ended with."""
+
+    def row(verdict: str, good: bool, sha256: str | None = None) -> Row:
+        told = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
+        return told | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
+
     began, codes = time.monotonic(), [0]
+    if seconds < 1:
+        return row("left out: no time was left", False)
     with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryFile("w+") as log:
+        options: dict[str, Any] = {"cwd": ROOT, "stdout": log, "stderr": log, "start_new_session": True}
         for programs in trial.commands:
-            running = []
-            for program in programs:
-                command = [sys.executable, *(part.replace(OUTPUTS, outputs) for part in program)]
-                running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True))
+            commands = [[sys.executable, *(part.replace(OUTPUTS, outputs) for part in each)] for each in programs]
+            running = [subprocess.Popen(command, **options) for command in commands]
             try:
                 codes = [each.wait(max(0.1, began + seconds - time.monotonic())) for each in running]
             except subprocess.TimeoutExpired:
-                return Result(trial.part, trial.name, f"HANGS: killed after {seconds:.0f} s", False, seconds)
+                return row(f"HANGS: killed after {seconds:.0f} s", False)
             finally:
                 for each in running:
                     if each.poll() is None:
@@ -154,23 +154,21 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Re
         good, verdict = same != trial.differs and sha256 is not None, "the same bits" if same else "other bits"
     elif "src/train.py" in trial.commands[0][0] and not trial.code:
         verdict = next((line for line in lines if line.endswith(" fits") or " fits, " in line), "completed")
-    return Result(trial.part, trial.name, verdict, good, time.monotonic() - began, sha256)
+    return row(verdict, good, sha256)
 
 
-def write_page(results: Sequence[Result], folder: Path) -> None:
+def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> None:
     """gpu_day.md, for people, and gpu_day.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"machine": facts(), "git": git_info()}
-    bad = [f"{each.part}, {each.name}" for each in results if not each.good]
-    head = [*about["machine"], f"commit {(about['git'] or {}).get('commit')}"]
-    lines = ["# A day on a GPU", "", *(f"- {line}" for line in head), ""]
-    lines += [f"{len(results) - len(bad)} of {len(results)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
+    bad = [f"{row['part']}, {row['trial']}" for row in rows if not row["good"]]
+    lines = ["# A day on a GPU", "", *(f"- {line}" for line in machine), ""]
+    lines += [f"{len(rows) - len(bad)} of {len(rows)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
     lines += ["| part | trial | | verdict | s | weights |", "|---|---|---|---|---|---|"]
-    for each in results:
-        row = (each.part, each.name, "" if each.good else "**NOT**", each.verdict.replace("|", "\\|"))
-        lines.append(f"| {' | '.join(row)} | {each.seconds:.1f} | {(each.weights_sha256 or '')[:12]} |")
+    for row in rows:
+        cells = (row["part"], row["trial"], "" if row["good"] else "**NOT**", row["verdict"].replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} | {row['seconds']:.1f} | {(row['weights_sha256'] or '')[:12]} |")
     (folder / "gpu_day.md").write_text("\n".join(lines) + "\n")
-    write_summary(folder / "gpu_day.json", about | {"results": [asdict(each) for each in results]})
+    write_summary(folder / "gpu_day.json", {"machine": machine, "rows": rows})
 
 
 def main() -> int:
@@ -190,19 +188,17 @@ def main() -> int:
         print(f"error: {wrong[0]}: {unknown(wrong[0], known)}", file=sys.stderr)
         return 2
     parts, kept = options.parts or list(known), options.to / "gpu_day.json"
-    before = [Result(**each) for each in json.loads(kept.read_text())["results"]] if kept.exists() else []
-    results = [each for each in before if each.part not in parts]
+    rows: list[Row] = json.loads(kept.read_text())["rows"] if kept.exists() else []
+    rows = [row for row in rows if row["part"] not in parts]
+    machine = [*facts(), f"commit {(git_info() or {}).get('commit')}"]
     bits: dict[str, str | None] = {}
     end = time.monotonic() + 60 * options.minutes
     for trial in (each for each in listed if each.part in parts):
-        if (left := end - time.monotonic()) > 1:
-            found = carried_out(trial, min(trial.seconds, left), bits)
-        else:
-            found = Result(trial.part, trial.name, "left out: no time was left", False)
-        print(f"{found.part}: {found.name}: {found.verdict} ({found.seconds:.1f} s)", flush=True)
-        results.append(found)
-        write_page(results, options.to)
-    return 0 if all(each.good for each in results) else 1
+        patient = trial.seconds * (5 if options.accelerator == "cpu" else 1)  # a rehearsal may share its machine
+        rows.append(carried_out(trial, min(patient, end - time.monotonic()), bits))
+        print("{part}: {trial}: {verdict} ({seconds:.1f} s)".format(**rows[-1]), flush=True)
+        write_page(rows, machine, options.to)
+    return 0 if all(row["good"] for row in rows) else 1
 
 
 if __name__ == "__main__":
