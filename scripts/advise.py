@@ -25,12 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import machine
 import scaling
-from link import Link
+from common import machine
+from common.showing import wide_console
+from network.link import Link
 from rich import box
 from rich.table import Table
-from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
@@ -162,7 +162,7 @@ def measure(
     `peak_gib`; and what the clock is asked for: of `pieces` the median seconds of one on each rank, of `gradients` what
     rank zero's clock says."""
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
-    bare["callbacks"] = {"clock": {"_target_": "clock.Clock", **timed}}
+    bare["callbacks"] = {"clock": {"_target_": "common.clock.Clock", **timed}}
     config = check({**raw, **bare, **choice.changes()})
     run = folder / "run"
     run.mkdir()

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from campaigns.faults import FAULTS, schedule
 from campaigns.machines import SeveralMachines
 from campaigns.runs import LINE, Campaign
-from machines import Machines, NoMachines
+from network.machines import Machines, NoMachines
 
 JOB = [
     "data=digits",

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import numpy as np
 import torch
-from collectives import SUMS
-from link import Cost, Link, bits_per_second
-from machines import Machines, NoMachines
-from showing import find_pyplot, style
+from common.showing import find_pyplot, style
+from network.collectives import SUMS
+from network.link import Cost, Link, bits_per_second
+from network.machines import Machines, NoMachines
 from torch.utils.data import default_collate
 
 from lockstep.arithmetic.layout import Refusal
@@ -42,7 +42,7 @@ from lockstep.run.config import Config, check
 from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 
-WORKER = Path(__file__).with_name("summing.py")
+WORKER = Path(__file__).parent / "network" / "summing.py"
 
 
 @dataclass

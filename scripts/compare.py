@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from common.showing import wide_console
 from comparison import by_key, pair
 from comparison.groups import find_runs, grouped, is_run
 from comparison.table import Comparison
-from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 

@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from common.showing import wide_console
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from showing import wide_console
 from torch.utils.data import Subset
 from trials import differences, features
 from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table

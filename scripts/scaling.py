@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from link import Link, bits_per_second
+from network.link import Link, bits_per_second
 from rich import box
 from rich.table import Table
 

@@ -26,6 +26,7 @@ from hypothesis import settings
 from omegaconf import OmegaConf
 
 from lockstep.launch.environment import environment
+from lockstep.launch.machine import gpu_count
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
@@ -42,6 +43,9 @@ STRUCK = (
     "logger=none",
     "threads=1",
 )
+# A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
+CUDA_VISIBLE_DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else ""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
 settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
@@ -287,7 +291,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines (several.py); the test is skipped where they can't be made."""
-    from machines import Machines, NoMachines
+    from network.machines import Machines, NoMachines
     from several import Site
 
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, STRUCK, Process, Run, summary_of, wait_for
-from machines import Machines
+from network.machines import Machines
 
 JOB = (*STRUCK, "exact=true", "pieces=4")
 

@@ -6,12 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Program, apart
+from conftest import CUDA_VISIBLE_DEVICES, Program, apart
 from parts import gpu
 
-from lockstep.launch.machine import gpu_count
+pytestmark = pytest.mark.skipif(not CUDA_VISIBLE_DEVICES, reason="there is no GPU")
 
-pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="there is no GPU")
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES)
+
 
 TASK = (
     "accelerator=gpu",

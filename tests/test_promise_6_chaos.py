@@ -9,7 +9,7 @@ from pathlib import Path
 import forks
 import pytest
 from conftest import ROOT, forked, wait_for
-from machines import Machines, NoMachines
+from network.machines import Machines, NoMachines
 
 pytestmark = pytest.mark.slow
 

@@ -219,6 +219,11 @@ def test_the_layout_alone_says_who_computes_what() -> None:
             "compile=reduce-overhead accumulate_grad_batches=auto",
             "accumulate_grad_batches=auto don't .* CUDA graphs.*true",
         ),
+        (
+            "+optimizer.fused=true gradient_clip_val=1 precision=bf16-mixed",
+            "fused=true with precision=bf16-mixed and gradient_clip_val .*loss scale.*fused=false",
+        ),
+        ("+debug.trainer.deterministic=false exact=true", "deterministic=false and exact=true .*deterministic kernels"),
         ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
         ("late=2 precision=16-mixed", "late=2 and precision=16-mixed .*loss scale is one for all; bf16-mixed"),

@@ -7,9 +7,9 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
-import machine
 import pytest
 from advise import Choice, conclusion
+from common import machine
 from conftest import ROOT, Program
 
 from lockstep.arithmetic.layout import Refusal

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
-from parts import picture, traces
+from conftest import forked
+from parts import traces
 from parts.players import OPPONENTS, play
-
-from lockstep.launch.machine import gpu_count
 
 PLAYER = """
 import sys, time
@@ -80,31 +76,19 @@ def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
     assert found[0] == found[1] >= 1
 
 
-def test_the_picture_shows_goals_and_controls_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib import pyplot
-
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    assert picture.draw(ROOT / "docs" / "benchmarks", tmp_path / "performance.png")
-    (axes,) = pyplot.gcf().axes
-    names = [name.get_text() for name in axes.get_yticklabels()]
-    shown = dict(zip(names, [text.get_text() for text in axes.texts], strict=True))
-    monkeypatch.undo()
-    pyplot.close("all")
-    assert len(shown) == len(axes.patches) > 20
-    assert "goal" not in shown["mnist_cnn, batch 64: control, plain against plain"]
-    assert "goal 72%" in shown["mnist_cnn, batch 64: against the plain loop"]
-    assert not [name for name in shown if "do not talk" in name]
-
-
-REFUSED = [(["stepp"], "did you mean step?"), (["epoch", "--data-dir=x"], "no MNIST/raw")]
-if gpu_count() == 0:
-    REFUSED.append((["gpu"], "error: gpu: this machine has no GPU that torch can use"))
+REFUSED = [
+    (["benchmark.py", "stepp"], "did you mean step?"),
+    (["benchmark.py", "accuracy", "--data-dir=x"], "no MNIST/raw"),
+    (["benchmark.py", "gpu"], "error: gpu: this machine has no GPU that torch can use"),
+    (["gpu_day.py"], "no GPU that torch can use; --accelerator=cpu rehearses"),
+    (["gpu_day.py", "--accelerator=cpu", "bit"], "did you mean bits?"),
+]
 
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "scripts/bench/benchmark.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    program, *given = arguments
+    done = forked(f"scripts/bench/{program}", *given)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1

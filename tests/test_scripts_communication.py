@@ -14,8 +14,8 @@ import torch.distributed as dist
 from communication import judged
 from conftest import ROOT, Program, free_port
 from forks import Fork
-from link import Link
-from machines import Machines, NoMachines
+from network.link import Link
+from network.machines import Machines, NoMachines
 from scaling import Computed, buckets
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ def test_all_ways_give_the_same_bits(tmp_path: Path) -> None:
     for rank in range(4):
         np.save(tmp_path / f"gradient_{rank}.npy", rng.standard_normal(ELEMENTS).astype(np.float32))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [str(ROOT / "scripts" / "summing.py"), "check", str(tmp_path)]
+    command = [str(ROOT / "scripts" / "network" / "summing.py"), "check", str(tmp_path)]
     workers = [Fork([*command, str(rank), "4", endpoint, "2"], ROOT, environment) for rank in range(4)]
     for worker in workers:
         assert worker.communicate(timeout=180) is not None
@@ -62,7 +62,7 @@ import sys
 sys.path[:0] = [{scripts!r}, {src!r}]
 from pathlib import Path
 import torch, torch.distributed as dist
-from collectives import SUMS, Wire
+from network.collectives import SUMS, Wire
 
 def carried():
     (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]

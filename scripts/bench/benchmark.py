@@ -6,7 +6,7 @@
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
-part writes a JSON file (--json) with machine, versions and commit; performance.png beside that folder shows them all.
+part writes a JSON file (--json) with machine, versions and commit.
 Exit codes: 0 measured, 1 a part failed, 2 bad input.
 """
 
@@ -26,16 +26,14 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from machine import cpu_name
-from parts import picture, programs, steps
-from parts.accuracy import accuracy
-from parts.epochs import epoch
+from common.machine import cpu_name
+from common.showing import wide_console
+from parts import programs, steps
+from parts.folders import folders
 from parts.gpu import gpu
 from parts.players import Row
-from parts.predictions import predict
 from rich import box
 from rich.table import Table
-from showing import wide_console
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import cores, gpu_count
@@ -44,16 +42,14 @@ from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
     "step": lambda folder, _: steps.step(folder),
-    "epoch": lambda folder, data_dir: epoch(data_dir, folder),
     "start": lambda *_: programs.start(),
     "scaling": lambda folder, _: steps.scaling(folder),
     "pieces": lambda folder, _: steps.pieces(folder),
-    "accuracy": lambda _, data_dir: accuracy(data_dir),
+    "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
-    "predict": lambda folder, _: predict(folder),
+    "folders": lambda folder, _: folders(folder),
     "gpu": lambda folder, _: gpu(folder),
 }
-NEED_MNIST = {"epoch", "accuracy"}
 
 
 def main() -> int:
@@ -71,7 +67,7 @@ def main() -> int:
             raise Refusal("gpu: this machine has no GPU that torch can use")
         chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
         raw = Path(options.data_dir, "MNIST", "raw")
-        if NEED_MNIST & set(chosen) and not (raw / "train-images-idx3-ubyte").is_file():
+        if "accuracy" in chosen and not (raw / "train-images-idx3-ubyte").is_file():
             raise Refusal(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
@@ -92,7 +88,6 @@ def main() -> int:
         options.json.mkdir(parents=True, exist_ok=True)
         found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows]}
         write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
-    picture.draw(options.json, options.json.parent / "performance.png")
     return int(failed)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from campaigns.faults import schedule
 from campaigns.runs import LINE, unequal
-from machines import Machines
+from network.machines import Machines
 
 from lockstep.run.checks import ROOT
 

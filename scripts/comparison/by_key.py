@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from common.showing import find_pyplot, style
 from comparison.groups import Group, brief
-from showing import find_pyplot, style
 
 from lockstep.arithmetic.layout import Refusal
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.showing import find_pyplot, style
 from comparison.curves import Curve
 from comparison.groups import Group
-from showing import find_pyplot, style
 
 pyplot = find_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones

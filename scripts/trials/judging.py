@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
-from showing import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
 from trials.trial import Outcome, difference, norm
 
 MARGIN = 10  # times the yardstick

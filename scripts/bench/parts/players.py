@@ -97,7 +97,6 @@ def play(
     games: int = 1,
     skip: int = 2,
     save_at: int = 0,
-    threads: int = 1,
     folder: Path,
 ) -> dict[str, Outcome]:
     """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
@@ -108,7 +107,6 @@ def play(
         steps: of a block.
         games: times that all is started anew, since where a process's memory happens to lie moves its speed.
         skip: first steps of a block that don't count, since caches are cold after the others' turns.
-        threads: OMP_NUM_THREADS.
     """
     found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
     paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
@@ -117,7 +115,7 @@ def play(
         teams: dict[str, list[Player]] = {name: [] for name in found}
         try:
             for name, outcome in found.items():
-                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
                 environment["WEIGHTS"] = f"{save_at},{outcome.weights}"
                 for command in commands[name]:
                     errors = outcome.weights.with_suffix(".txt")

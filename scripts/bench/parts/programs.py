@@ -1,8 +1,9 @@
-"""Whole programs: from the command to the first step, and the memory that they take."""
+"""Whole programs: from the command to the first step and to an accuracy, and the memory that they take."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,15 +12,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from parts.players import Row, program, row
 
 from lockstep.run.checks import ROOT
+from lockstep.run.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"
 START_GOAL, LATER_GOAL = 1.15, 1.5  # of the bare imports; seconds of ddp over one device, and of a sweep's further job
 MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
+RECIPES = {"mnist_fast": (0.99, 20.0), "mnist_best": (0.995, 7.0)}  # test accuracy; goal: times as fast as the opponent
+OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
 MEMORY_GOAL = 1.1  # a worker's peak over the bare loop's, at most
 
 
@@ -104,3 +108,43 @@ def kept(pid: str, file: str, name: str) -> float:
     """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
+
+
+def accuracy(data_dir: str, seeds: Sequence[int] = range(5)) -> list[Row]:
+    """Seconds from a command to its test accuracy on MNIST: our recipes, means over seeds, against the program of
+    pytorch/examples. Real commands, one at a time, with all cores; the opponent runs once, in the midst of ours, and
+    takes some minutes."""
+    order = [(name, seed) for seed in seeds for name in RECIPES]
+    order.insert(len(order) // 2, (OPPONENT, 0))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*RECIPES, OPPONENT)}
+    for name, seed in order:
+        one = opponent(data_dir) if name == OPPONENT else recipe(name, seed, data_dir)
+        found[name].append(one)
+    ((_, other),) = found[OPPONENT]
+    rows = []
+    for name, (target, goal) in RECIPES.items():
+        reached = [accuracy for accuracy, _ in found[name]]
+        took = mean(seconds for _, seconds in found[name])
+        what = f"{name}, {target:.1%} of MNIST's test images: times as fast as {OPPONENT} to {OPPONENT_TARGET:.1%}"
+        told = f"test accuracy {mean(reached):.2%} ({', '.join(f'{value:.2%}' for value in reached)})"
+        rows.append(Row(what, took, other, other / took, goal, at_least=True, check=told))
+    return rows
+
+
+def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
+    """Test accuracy of one run of ours, and seconds until it stood in summary.json."""
+    with tempfile.TemporaryDirectory() as outputs:
+        own = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
+        began = time.time()
+        program("src/train.py", *own)
+        (folder,) = Path(outputs, "run").iterdir()
+        ended = (folder / "summary.json").stat().st_mtime
+        return float(summary_of(folder)["metrics"]["test/acc"]), ended - began
+
+
+def opponent(data_dir: str) -> tuple[float, float]:
+    """The same of the opponent; its own clock starts with its first line."""
+    where = "scripts/bench/opponents/examples_mnist.py"
+    said = program(where, f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
+    reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
+    return float(reached), float(seconds)

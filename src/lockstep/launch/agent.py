@@ -98,7 +98,9 @@ def launch(
                 return first.answer.result
             if received:
                 raise Interrupted(received[0])
-            raise _failure(first, watch)
+            error: Any = _failure(first, watch)
+            error.local_rank = workers.index(first)
+            raise error
         except (Interrupted, WorkerFailed) as ended:  # killed workers write no summary: who hears of it hears this, too
             ended.steps = watch.steps()
             if sys.stderr.isatty():

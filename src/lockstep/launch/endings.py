@@ -17,6 +17,7 @@ class WorkerFailed(Exception):
     """A worker died. The message names the rank and the reason in one line."""
 
     steps = 0  # as in `Interrupted`
+    local_rank = -1  # of the worker; -1: of another machine's
     victim = False  # whether it failed because it lost another one, which has the reason
     without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
     right = 0  # steps of the last checkpoint that it has not spoilt, as far as is known

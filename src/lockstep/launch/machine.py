@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -30,13 +31,18 @@ def cpu_cap() -> int:
 
 
 def gpu_count() -> int:
-    """CUDA devices that this process may use, asked through NVML: touching CUDA would forbid the launcher to fork."""
+    """CUDA devices that this process may use."""
     if not glob.glob("/dev/nvidia[0-9]*") and not glob.glob("/dev/dxg"):
         return 0
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return _asked_in_child(torch.cuda.device_count)
+
+
+def hide_gpu(index: int) -> None:
+    """Processes that this one starts from here on do not see this one of the GPUs that those before saw."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu_count())))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for at, gpu in enumerate(seen.split(",")) if at != index)
 
 
 def computes_bf16(accelerator: str, cpuinfo: str = "/proc/cpuinfo") -> bool:
@@ -57,13 +63,21 @@ def _gpus_compute_bf16() -> bool:
     def found() -> bool:
         return all(torch.cuda.get_device_capability(device) >= (8, 0) for device in range(torch.cuda.device_count()))
 
+    return bool(_asked_in_child(found))
+
+
+def _asked_in_child(question: Callable[[], int]) -> int:
+    """A small number that torch knows of CUDA, 0 where it fails to answer: the question may touch CUDA, which would
+    forbid the launcher to fork. NVML can tell the number of GPUs without, but not that of a GPU's parts (MIG)."""
+    import torch
+
     if torch.cuda.is_initialized():
-        return found()
-    child = os.fork()  # the question touches CUDA, which would forbid the launcher to fork
+        return question()
+    child = os.fork()
     if not child:
-        code = 1
+        code = 0
         try:
-            code = 0 if found() else 1
+            code = int(question())
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

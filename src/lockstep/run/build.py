@@ -205,6 +205,5 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        deterministic=True if layout.exact and gpu else None,
-        **config.debug.trainer,
+        **({"deterministic": layout.exact and gpu} | config.debug.trainer),  # False, since it outlives a run in place
     )

@@ -139,6 +139,9 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
     auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
+    chosen = keys.debug.trainer.get("deterministic")
+    clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
+    fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     ledger = "ledger=true" * keys.ledger
     saves = any("Checkpoint" in str(options) for options in keys.callbacks.values())
     uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
@@ -170,7 +173,9 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
         (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
+        (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
         (tuned, exact, "it chooses kernels by their speed; compile=true"),
+        ("debug.trainer.deterministic=false" * (chosen is False), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
         ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),

@@ -102,6 +102,7 @@ class Strategy(StrategyOptions):
 # Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.
 FREE: TypeAlias = Literal[
     "benchmark",
+    "deterministic",
     "detect_anomaly",
     "inference_mode",
     "limit_test_batches",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -14,11 +13,11 @@ from typing import Any, cast
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed, outcome_of
-from lockstep.launch.environment import environment, export, external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.guest import Guest, KeeperLost
 from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.keeper import Keeper
-from lockstep.launch.machine import computes_bf16
+from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.meeting import meet, meeting_of
 from lockstep.launch.signals import Interrupted
 from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
@@ -89,8 +88,6 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
     under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each, at once without
     a device that has computed wrong. `pieces` stay, so every layout takes the same steps."""
     asked, now, restarts, left = config.layout, config, 0, config.max_restarts
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    devices = (named if len(named) >= asked.devices > 1 else list(map(str, range(asked.devices))))[: asked.devices]
     mine = card(config, splits) if asked.num_nodes > 1 else {}
     while True:
         wanted = replace(now.layout, num_nodes=asked.num_nodes)
@@ -125,10 +122,10 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
         elif left and not (wrong and can_shrink):
             left -= 1
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
-        elif can_shrink and len(devices) > 1:
-            del devices[wrong[0] if wrong else -1]
-            export(CUDA_VISIBLE_DEVICES=",".join(devices))
-            now = laid_out(config, now.layout.num_nodes, len(devices))
+        elif can_shrink and now.layout.devices > 1:
+            now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
+            if now.layout.accelerator == "gpu":
+                hide_gpu(wrong[0] if wrong else raised.local_rank)
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)
         else:

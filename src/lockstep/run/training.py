@@ -47,6 +47,12 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if config.layout.batch_size > len(splits.train):
         there = counted(len(splits.train), "sample")
         raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
+    tail, pieces = len(splits.train) % config.layout.batch_size, config.layout.pieces
+    if config.strategy.sync_batchnorm and 0 < tail < pieces:
+        sizes = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces"
+        raise Refusal(
+            f"strategy.sync_batchnorm=true: {sizes}, and ranks would wait for one without; another batch_size"
+        )
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 

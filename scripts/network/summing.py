@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from collectives import SUMS, Sum, Wire
+from network.collectives import SUMS, Sum, Wire
 from torch import Tensor
 
 from lockstep.arithmetic.exact import AllReduce, ExactSum, alone

@@ -80,7 +80,7 @@ class Link:
             raise Refusal(f"link={path}: no communication.json of scripts/communication.py ({error})") from None
 
     def cost(self, way: str, workers: int, size: int) -> Cost:
-        """Of the sum of vectors of `size` bytes by one of the ways of `collectives.py`."""
+        """Of the sum of vectors of `size` bytes by one of the ways of network/collectives.py."""
         n, (a, b, g) = workers, (self.alpha, self.beta * size, self.gamma * size)
         if way == "parameter server":  # of the N - 1 vectors that come in, and go out, one has the link
             return Cost(2 * a, 2 * b, 2 * (n - 2) * b, (n - 1) * g)
