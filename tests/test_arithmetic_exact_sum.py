@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.arithmetic.exact import CHUNK, HEAD, ExactSum, alone
+from lockstep.arithmetic.exact import CHUNK, HEAD, Damaged, ExactSum, alone
 from lockstep.arithmetic.layout import MOST_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
@@ -207,3 +208,38 @@ def test_memory_format_and_strides_do_not_matter() -> None:
         found = steps_of([[addend]], like)[0][0]
         assert same(found, expected)
         assert [value.stride() for value in found] == [value.stride() for value in like]
+
+
+def test_each_flipped_bit_of_a_message_is_seen() -> None:
+    names, (one, other) = ["a", "b", "c"], addends(2, 0, 0, SHAPES[:3])
+    mine, theirs = (ExactSum(zeros(SHAPES[:3]), names=names) for _ in range(2))
+    for exact, addend in ((mine, one), (theirs, other)):
+        exact.add(one)
+        exact.total()  # both have the same grids now
+        exact.begin(6)
+        exact.add(addend)
+        exact.send()
+    arrived = mine.units + theirs.units
+    for at in range(len(arrived)):
+        mine.units.copy_(arrived)
+        mine.units[at] ^= (1 << 7 * at % 63) if at % 5 else -(2**63)
+        with pytest.raises(Damaged, match=r"^step 7: the sums( of a to c)? are not those of what the ranks sent"):
+            mine.receive(alone, 1)
+    mine.units.copy_(arrived)
+    sums, _ = mine.receive(alone, 1)
+    assert same(sums, [a + b for a, b in zip(one, other, strict=True)])
+
+
+def test_a_damaged_message_of_what_outgrew_its_grid_is_seen() -> None:
+    def all_reduce(tensor: Tensor, op: str) -> None:
+        sent.append(op)
+        if len(sent) == damaged:
+            tensor[len(tensor) // 2] ^= 1
+
+    for damaged in (3, 4):  # of `sum, max, sum` the last one, and of a control none
+        sent: list[str] = []
+        exact = ExactSum(zeros(SHAPES[:3]))
+        exact.add(addends(1, 0, 0, SHAPES[:3])[0])
+        with pytest.raises(Damaged, match="^step 1: the sums are not") if damaged == 3 else nullcontext():
+            exact.total(all_reduce)
+        assert sent == ["sum", "max", "sum"]

@@ -35,6 +35,10 @@ def alone(tensor: Tensor, op: str) -> None:
     """The all-reduce of a single process."""
 
 
+class Damaged(Exception):
+    """A message between processes has come otherwise than it was sent. One line: the step, and of which tensors."""
+
+
 class ExactSum:
     """The sum of equally shaped lists of tensors, whatever their order and wherever they were added.
 
@@ -43,6 +47,8 @@ class ExactSum:
         floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
         runs: a number for each tensor; those with different ones share no grid.
         held: whether each tensor is summed here, alike for all of one run; `total` returns others as `like` has them.
+        names: of the tensors; given, messages are checked: each carries the sums mod 2**64 of its parts, which are
+            linear, so that those of what arrives must be the sums that arrive.
 
     Attributes:
         own: the groups of tensors that are summed here.
@@ -50,7 +56,12 @@ class ExactSum:
     """
 
     def __init__(
-        self, like: Sequence[Tensor], floor: int | None = None, runs: Sequence[int] = (), held: Sequence[bool] = ()
+        self,
+        like: Sequence[Tensor],
+        floor: int | None = None,
+        runs: Sequence[int] = (),
+        held: Sequence[bool] = (),
+        names: Sequence[str] = (),
     ) -> None:
         self.like = list(like)
         self.floor = floor
@@ -64,13 +75,16 @@ class ExactSum:
         # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
         # constant is in them, how many addends outgrew their grids, and which tensors were given at all
         counts = len(self.groups) + 1 + len(self.like)
-        self.units = torch.zeros(sum(self.sizes) + counts, dtype=torch.int64, device=self.device)
-        *self.parts, self.counts = self.units.split([*self.sizes, counts])
+        # and where it is checked, the sums of all these
+        self.names, checks = names, len(self.groups) + 1 if names else 0
+        self.units = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
+        *self.parts, self.counts, self.checks = self.units.split([*self.sizes, counts, checks])
         self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
         self.begin()
 
-    def begin(self) -> None:
-        """Starts a new sum."""
+    def begin(self, step: int = 0) -> None:
+        """Starts a new sum, of a step that is named where a message is damaged."""
+        self.step = step
         self.given = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
         self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
@@ -107,10 +121,18 @@ class ExactSum:
             if not rounded:
                 part.zero_()
         self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
+        if self.names:
+            self.checks.copy_(_sums([*self.parts, self.counts]))
         return self.units
 
     def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
-        """The second half, once what `send` returned is summed: the sums, and what `follow` takes."""
+        """The second half, once what `send` returned is summed: the sums, and what `follow` takes.
+
+        Raises:
+            Damaged: it is not what was sent; on the processes where it is not.
+        """
+        if self.names:
+            self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
@@ -128,6 +150,13 @@ class ExactSum:
         """The grids of the sums that begin from now on follow those of which these are the largest elements."""
         for at, bound in zip(self.own, bounds, strict=True):
             self.exponents[at] = self._next(self.exponents[at], bound)
+
+    def _check(self, parts: Sequence[Tensor], sums: Tensor, groups: Sequence[int]) -> None:
+        """Compares parts of a message, first those of the `groups`, with the sums that came with it."""
+        if wrong := (_sums(parts) != sums).nonzero().flatten().tolist():
+            tensors = [index for at in wrong if at < len(groups) for index in self.groups[groups[at]]]
+            of = f" of {self.names[tensors[0]]} to {self.names[tensors[-1]]}" if self.names and tensors else ""
+            raise Damaged(f"step {self.step + 1}: the sums{of} are not those of what the ranks sent; none was applied")
 
     # --- one group of tensors ---
 
@@ -232,9 +261,14 @@ class ExactSum:
                 constant = _constant(agreed[at])
                 units[at] += (value.double() + constant).view(torch.int64) - _bits(constant)
         if units:
-            flat = torch.cat(list(units.values()))
+            # and whether all have come to the same exponents
+            parts = [*units.values(), torch.stack([told.sum(), torch.ones_like(told[0])])]
+            flat = torch.cat([*parts, _sums(parts)])
             all_reduce(flat, "sum")
-            units = dict(zip(units, flat.split([len(part) for part in units.values()]), strict=True))
+            *parts, both, checks = flat.split([*map(len, parts), len(parts)])
+            alike = torch.equal(both[0], both[1] * told.sum())
+            self._check([*parts, both], checks if alike else ~checks, list(units))
+            units = dict(zip(units, parts, strict=True))
         extra = {at: part.double().mul_(2.0 ** agreed[at]) for at, part in units.items()}
         return extra, {index for index, bad in enumerate(broken.tolist()) if bad}
 
@@ -248,6 +282,11 @@ def _bounds(flats: Sequence[Tensor]) -> list[float]:
     ends = torch.stack([end for flat in flats for end in torch.aminmax(flat if len(flat) else flat.new_zeros(1))])
     low, high = ends.double().view(-1, 2).unbind(1)
     return torch.maximum(-low, high).tolist()
+
+
+def _sums(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of each part mod 2**64."""
+    return torch.stack([part.sum() for part in parts])
 
 
 def _constant(grid: int | None) -> float:

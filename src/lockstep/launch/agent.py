@@ -148,7 +148,7 @@ def _failure(first: _Worker, watch: Watch) -> BaseException:
         outcome = Outcome("victim" if watch.meeting.trouble() else "failed", watch.found[first.process.pid])
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
-    elif outcome.kind != "refused":
+    elif outcome.kind != "refused" and not outcome.without:
         outcome = replace(outcome, text=f"{first.name} {outcome.text}")
     error = outcome.raised()
     if first.answer.trace:

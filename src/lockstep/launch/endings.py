@@ -18,6 +18,8 @@ class WorkerFailed(Exception):
 
     steps = 0  # as in `Interrupted`
     victim = False  # whether it failed because it lost another one, which has the reason
+    without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
+    right = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Outcome:
     text: str = ""  # the reason in one line; of a worker's failure what follows its name
     signum: int = 0  # of the signal that ended it
     steps: int = 0  # optimizer steps that had been made
+    without: tuple[int, ...] = ()  # as in `WorkerFailed`
+    right: int = 0
 
     def raised(self) -> BaseException:
         """What a run that ends like this raises."""
@@ -35,6 +39,7 @@ class Outcome:
             return Refusal(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
         error.steps, error.victim = self.steps, self.kind == "victim"
+        error.without, error.right = self.without, self.right
         return error
 
 
@@ -47,7 +52,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
     steps = getattr(error, "steps", 0)
     if isinstance(error, Interrupted | KeyboardInterrupt):
         return Outcome("interrupted", str(error), getattr(error, "code", 130) - 128, steps)
-    return Outcome("victim" if getattr(error, "victim", False) else "failed", str(error), steps=steps)
+    kind = "victim" if getattr(error, "victim", False) else "failed"
+    return Outcome(kind, str(error), 0, steps, getattr(error, "without", ()), getattr(error, "right", 0))
 
 
 def own_words(message: str) -> str:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ class Place:
     restarts: int  # lives before this one that failed
     address: str  # of the store at which the workers of all machines meet
     port: int
+    left_out: Sequence[int] = ()  # devices of each machine, by their number there, that have no worker
 
 
 class Wire:
@@ -119,7 +120,8 @@ def waiting(noted: threading.Condition) -> Iterator[Callable[[str], None]]:
 
 def outcome_told(told: Mapping[str, Any]) -> Outcome:
     """An outcome that came over a wire."""
-    return Outcome(str(told["kind"]), str(told["text"]), int(told["signum"]), int(told["steps"]))
+    numbers = (int(told[name]) for name in ("signum", "steps"))
+    return Outcome(str(told["kind"]), str(told["text"]), *numbers, tuple(map(int, told["without"])), int(told["right"]))
 
 
 def difference(own: Mapping[str, str], other: Mapping[str, str], name: str, here: str = "") -> str:

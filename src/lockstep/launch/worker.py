@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import time
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, watchdog
-from lockstep.launch.endings import Outcome, outcome_of, own_words, users_line
+from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import environment, export
 from lockstep.launch.group import has_group, join_group, leave_group
 from lockstep.launch.signals import Interrupted, end_children, pending_signals, record_signal, set_parent_death_signal
@@ -59,6 +60,10 @@ def run(
         TORCHELASTIC_RUN_ID="lockstep",
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
     )
+    if place.left_out:
+        there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(place.workers + len(place.left_out)))))
+        kept = [name for number, name in enumerate(there.split(",")) if number not in place.left_out]
+        export(CUDA_VISIBLE_DEVICES=",".join(kept))
     answer = Answer(Outcome("completed"))
     try:
         watchdog.join(local_rank)
@@ -85,6 +90,8 @@ def _failure(error: BaseException) -> Answer:
     if is_peer_failure(error):
         time.sleep(VICTIM_SECONDS)
         return Answer(Outcome("victim", "lost the connection to another worker"))
+    if isinstance(error, WorkerFailed):  # which names the worker
+        return Answer(outcome_of(error))
     said = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         said = f"the worker left with exit code {error.code}"

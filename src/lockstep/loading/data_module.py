@@ -105,9 +105,12 @@ class DataModule(pl.LightningDataModule):
     def _set(self, split: str) -> Any:
         return getattr(self._placed or self.splits, split)
 
+    def _steps(self) -> StepDataset:
+        return StepDataset(self._set("train"), self.order, self.rank, self.splits.augment)
+
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer
-        dataset = StepDataset(self._set("train"), self.order, self.rank, self.splits.augment)
+        dataset = self._steps()
         return self._loader(dataset, StepSampler(self.order, lambda: trainer.global_step), keep_workers=True)
 
     def val_dataloader(self) -> Any:
@@ -152,6 +155,12 @@ class DataModule(pl.LightningDataModule):
         )
 
     # --- on the device ---
+
+    def again(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
+        """A piece of the step, fetched once more, for a device (its number over all nodes) of this process."""
+        found = self._steps().again(step_batch, piece, device)
+        assert self.trainer is not None
+        return self.transfer_batch_to_device(found, self.trainer.strategy.root_device, 0).micro_batches[0]
 
     def piece(self, split: str) -> Any:
         """The first samples of `train` or `test`, as many as a piece has, as a step of the module sees them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import ArrayDataset, base, fetch
+from lockstep.loading.datasets import ArrayDataset, Ids, base, fetch
 from lockstep.loading.resident import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -70,13 +71,19 @@ class StepDataset:
     def __getitems__(self, at: Step) -> StepBatch:
         loader_process = get_worker_info() is not None  # they may be many, each has its own memory, and nobody waits
         if loader_process or type(base(self.dataset)) not in (ArrayDataset, Resident):
-            return self._fetch(*at)
+            return self._fetch(self._step_batch(*at))
         if at not in self._gathered:
             self._gathered = self._gather(*at)
         return self._gathered.pop(at)
 
-    def _fetch(self, epoch: int, index: int) -> StepBatch:
-        step_batch, seed = self._step_batch(epoch, index), self.order.seed
+    def again(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
+        """Of a step one piece alone, fetched once more, for a device that need not be its owner."""
+        epoch, index = self.order.position(step_batch.step)
+        micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index), [(device, piece)])
+        return self._fetch(replace(step_batch, micro_batches=[micro_batch]))
+
+    def _fetch(self, step_batch: StepBatch) -> StepBatch:
+        seed = self.order.seed
         for micro_batch in step_batch.micro_batches:
             micro_batch.batch = fetch(self.dataset, micro_batch.ids, seed, micro_batch.epochs)
             micro_batch.draws = self.augment.draws(seed, micro_batch.epochs, micro_batch.ids)
@@ -117,15 +124,18 @@ class StepDataset:
         own = []
         for micro_batch in self.micro_batches:
             if there := [(device, piece) for device, piece in micro_batch if len(pieces[piece])]:
-                devices, numbers = zip(*there, strict=True)
-                taken = [pieces[piece] for piece in numbers]
-                repeats, ids = np.divmod(np.concatenate(taken), order.samples)
-                own.append(MicroBatch(ids, devices, numbers, tuple(map(len, taken)), epoch + (repeats << 32)))
+                own.append(self._micro_batch(epoch, pieces, there))
         step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)
         )
         return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
+
+    def _micro_batch(self, epoch: int, pieces: Sequence[Ids], there: Sequence[tuple[int, int]]) -> MicroBatch:
+        devices, numbers = zip(*there, strict=True)
+        taken = [pieces[piece] for piece in numbers]
+        repeats, ids = np.divmod(np.concatenate(taken), self.order.samples)
+        return MicroBatch(ids, devices, numbers, tuple(map(len, taken)), epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):

@@ -26,6 +26,7 @@ from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
+from lockstep.step.audit import Audit
 from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -169,14 +170,19 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 
 
 def make_trainer(
-    config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0, ledger: LedgerWriter | None = None
+    config: Config,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    step: int = 0,
+    ledger: LedgerWriter | None = None,
+    audit: Audit | None = None,
 ) -> pl.Trainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
     own = config.strategy.average_every is not None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own
+        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, bool(config.audit)
     )
     gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     return StepTrainer(
@@ -184,6 +190,7 @@ def make_trainer(
         FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
         graphs=config.compile in GRAPHS,
+        audit=audit,
         accelerator=layout.accelerator,
         devices=1 if layout.world_size == 1 else layout.devices,
         num_nodes=layout.num_nodes,

@@ -126,6 +126,7 @@ def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> Non
 def _check_pairs(keys: Keys, layout: Layout) -> None:
     """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
     exact = "exact=true" * keys.exact
+    audit = f"audit={keys.audit:g}" * (keys.audit > 0)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     precision = f"precision={keys.precision}"
@@ -175,6 +176,9 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
         ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
+        (audit, "exact=false" * (not exact), "no two devices would have the same bits; exact=true"),
+        (audit, pipeline, "every piece passes all devices, none is another one; strategy=ddp"),
+        (audit, graphs, "a CUDA graph overwrites the gradients of the piece before; compile=true"),
         (pipeline, "devices=1" * (layout.num_devices == 1), "a stage needs a device of its own; devices=2"),
         (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
         (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),

@@ -34,7 +34,7 @@ MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
 BESIDE = (
     *("name", "outputs", "data_dir", "num_workers", "resident", "allocator", "memory_budget", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "rdzv_endpoint", "machine_timeout", "max_restarts", "elastic"),
-    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "ledger", "resume"),
+    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "ledger", "resume", "audit"),
 )
 WATCHING = ("Meter", "Console", "Dashboard", "Pictures", "Checkpoint")  # callbacks of ours that change nothing
 # What a checkpoint holds, beside weights, that the next step follows from: of Lightning, and its loss scaler and EMA.

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole
+from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Share, Text, Whole
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -148,6 +148,7 @@ class Kept:
     hang_timeout: Positive = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
     late: FromZero = 0
+    audit: Share = 0
     memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None

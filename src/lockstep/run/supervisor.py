@@ -85,14 +85,16 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
 
 def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
     """Lets the workers of all machines live until one life is through: `max_restarts` times again as they were, then,
-    under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each. `pieces` stay,
-    so every layout takes the same steps."""
+    under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each, at once without
+    a device that has computed wrong. `pieces` stay, so every layout takes the same steps."""
     asked, now, restarts, left = config.layout, config, 0, config.max_restarts
+    devices = list(range(asked.devices))  # of each machine, that have a worker
     mine = card(config, splits) if asked.num_nodes > 1 else {}
     while True:
         wanted = replace(now.layout, num_nodes=asked.num_nodes)
         fewer = config.elastic and restarts > 0
-        place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer)
+        left_out = sorted({*range(asked.devices)} - {*devices})
+        place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer, left_out)
         now = laid_out(config, place.machines, now.layout.devices)
         raised: BaseException | None = None
         try:
@@ -109,15 +111,21 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
             return result
         if not isinstance(raised, WorkerFailed):
             raise raised
+        from lockstep.run.continuation import go_back
+
         restarts += 1
-        can_shrink = config.elastic and _saved(folder) is not None
+        wrong = raised.without
+        if wrong and _saved(folder) is not None and not go_back(folder, raised.right):
+            raise raised
+        can_shrink = config.elastic and _saved(folder) is not None and len(wrong) < 2
         if can_shrink and meeting.lost():
             print(f"{raised}; going on without it", file=sys.stderr)
-        elif left:
+        elif left and not (wrong and can_shrink):
             left -= 1
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
-        elif can_shrink and now.layout.devices > 1:
-            now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
+        elif can_shrink and len(devices) > 1:
+            del devices[wrong[0] % len(devices) if wrong else -1]
+            now = laid_out(config, now.layout.num_nodes, len(devices))
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)
         else:

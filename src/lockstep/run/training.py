@@ -14,10 +14,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import Subset
 
+from lockstep.arithmetic.exact import Damaged
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, Preemption, ReplicaConsistencyCheck, ResumeState
 from lockstep.launch import logs
+from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.group import of_rank_zero
 from lockstep.launch.signals import Interrupted
@@ -30,6 +32,7 @@ from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.ledger import Ledger
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
+from lockstep.step.audit import Audit
 from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
@@ -63,7 +66,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
-    trainer = make_trainer(config, folder, callbacks, first, ledger)
+    audit = Audit(config.audit, config.seed, config.layout) if config.audit else None
+    trainer = make_trainer(config, folder, callbacks, first, ledger, audit)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -82,6 +86,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if ledger is not None:  # nothing was left to train, maybe
             ledger.mend()
         run.fitted()
+        if audit is not None:
+            run.metrics["audit/pieces"] = audit.pieces
+            LOG.info("audit: %s computed again, all the same bits", counted(audit.pieces, "piece"))
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
@@ -95,7 +102,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = not isinstance(error, OSError | NonFinite) and not is_peer_failure(error)
+        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_peer_failure(error)
         trained = trainer.global_step > first or environment().restarts
         if checkpoint and ours and not trained:  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error

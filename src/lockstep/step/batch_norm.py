@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact import ExactSum, alone
-from lockstep.step.gradients import all_reduce
+from lockstep.step.gradients import ExactGradientSum, GradientSum, all_reduce
 from lockstep.step.stages import runs
 
 
@@ -33,23 +33,19 @@ class BatchNormStats:
     """Keeps the running statistics of all normalisation layers of a module in step.
 
     Args:
-        module: the LightningModule.
-        strategy: the trainer's strategy; `strategy.piece_buffers` tells what each piece of a micro-batch left.
-        world_size: worker processes over all nodes.
-        exact: the mean does not depend on the order of the pieces.
+        gradients: how those of the pieces are summed: with `ExactGradientSum`, the mean does not depend on the order of
+            the pieces either. Its `strategy.piece_buffers` tells what each piece of a micro-batch left.
         exponents: the grids of the exact sums before, of a run that goes on.
     """
 
-    def __init__(
-        self, module: nn.Module, strategy: Any, world_size: int, exact: bool, exponents: Sequence[int | None]
-    ) -> None:
+    def __init__(self, gradients: GradientSum, exponents: Sequence[int | None]) -> None:
+        self.strategy, self.world_size = gradients.strategy, gradients.world_size
+        module = self.strategy.lightning_module
         layers, kinds = statistics(module), ("running_mean", "running_var")
         self.layers: list[Any] = list(layers.values())
         self.names = [f"{name}.{kind}" if name else kind for name in layers for kind in kinds]
         self.buffers = [getattr(layer, kind) for layer in layers.values() for kind in kinds]
         self.counters: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]
-        self.strategy = strategy
-        self.world_size = world_size
         self.active = False
         self.start: list[Tensor] = []  # the buffers where the step begins, and the counters
         self.start_counts: list[Tensor] = []
@@ -57,9 +53,10 @@ class BatchNormStats:
         self.counts: list[Tensor] = []  # after the step
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
         self.exact: ExactSum | None = None
-        if exact:
+        if isinstance(gradients, ExactGradientSum):
             owners = [layer for layer in self.layers for _ in kinds]
-            self.exact = ExactSum(self.buffers, 0, runs(module, owners), [strategy.holds(layer) for layer in owners])
+            held, names = [self.strategy.holds(layer) for layer in owners], self.names if gradients.checked else ()
+            self.exact = ExactSum(self.buffers, 0, runs(module, owners), held, names)
             self.exact.exponents = list(exponents) or self.exact.exponents
 
     def begin(self, step_batch: Any) -> None:
@@ -71,7 +68,7 @@ class BatchNormStats:
             self.start_counts = [counter.clone() for counter in self.counters]
             self.counts = [now + layer.training for now, layer in zip(self.counters, self.layers, strict=True)]
             if self.exact is not None:
-                self.exact.begin()
+                self.exact.begin(step_batch.step)
             else:
                 self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
 

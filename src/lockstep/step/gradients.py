@@ -56,16 +56,18 @@ class GradientSum:
         world_size: worker processes over all nodes.
         late: steps between the passes of a gradient and its use.
         own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
+        checked: under exact, a message that was damaged on its way is noticed.
 
     Attributes:
         line: the sums that are started and not used yet, the oldest first.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
+    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False, checked: bool = False) -> None:
         self.strategy = strategy
         self.world_size = world_size
         self.late = late
         self.own = own
+        self.checked = checked and world_size > 1
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
         self.line: deque[StartedSum] = deque()
 
@@ -150,8 +152,8 @@ class ExactGradientSum(GradientSum):
     the step's samples comes last; so it does not matter whether it holds one piece or, under dp, several.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False) -> None:
-        super().__init__(strategy, world_size, late, own)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.sums: list[ExactSum] = []  # one for each step that may be under way
         self.sum: Any = None  # the present step's
         self.everything: list[torch.nn.Parameter] = []
@@ -165,13 +167,16 @@ class ExactGradientSum(GradientSum):
         if not self.sums or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
             borders, mine = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
             self.parameters = trained
-            self.sums = [ExactSum([p.detach() for p in trained], None, borders, mine) for _ in range(self.late + 1)]
+            all_names = {id(p): name for name, p in self.strategy.lightning_module.named_parameters()}
+            names = [all_names[id(p)] for p in trained] if self.checked else ()
+            like = [p.detach() for p in trained]
+            self.sums = [ExactSum(like, None, borders, mine, names) for _ in range(self.late + 1)]
             if len(self.exponents) != len(self.sums[0].exponents):
                 self.exponents = self.sums[0].exponents
             for each in self.sums:
                 each.exponents = self.exponents
         self.sum = self.sums[step_batch.step % len(self.sums)]
-        self.sum.begin()
+        self.sum.begin(step_batch.step)
         self._forget()
 
     def _forget(self) -> None:

@@ -15,6 +15,7 @@ from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
+from lockstep.step.audit import Audit, Gradients
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
@@ -32,13 +33,22 @@ class StepPasses:
         finite: what is done about a gradient that is not finite.
         seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
         graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
+        audit: which pieces are computed again; None: none is.
     """
 
-    def __init__(self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False) -> None:
+    def __init__(
+        self,
+        gradients: GradientSum,
+        finite: FiniteGradientCheck,
+        seed: int,
+        graphs: bool = False,
+        audit: Audit | None = None,
+    ) -> None:
         self.gradients = gradients
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
+        self.audit = audit
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,8 +97,7 @@ class StepPasses:
     @cached_property
     def statistics(self) -> BatchNormStats:
         """Made when the module is where it will stay."""
-        strategy, exact = self.gradients.strategy, isinstance(self.gradients, ExactGradientSum)
-        return BatchNormStats(strategy.lightning_module, strategy, self.gradients.world_size, exact, self._restored)
+        return BatchNormStats(self.gradients, self._restored)
 
     def __call__(
         self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
@@ -105,7 +114,8 @@ class StepPasses:
             samples, on its device. Of a process without a sample, a loss of 0.
         """
         module, strategy, statistics = self._module, trainer.strategy, self.statistics
-        before = [buffer.clone() for buffer in module.buffers()] if self.finite.policy == "skip" else []
+        audited = self.audit is not None and self.audit.begin(trainer, step_batch)
+        before = _values(module) if audited or self.finite.policy == "skip" else {}
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
@@ -138,6 +148,8 @@ class StepPasses:
                     if len(waiting) > strategy.ahead:
                         follow()
                     continue
+                if audited:
+                    self.audit.note(micro_batch, strategy.piece_gradients(self._trained))
                 self.gradients.collect()
                 found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
                 if (
@@ -151,18 +163,59 @@ class StepPasses:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
             raise
+        if audited:
+
+            def again(device: int) -> Gradients:
+                beat(step_batch.step, len(step_batch.micro_batches))
+                micro_batch = trainer.datamodule.again(step_batch, audited.piece, device)
+                return self._again(trainer, micro_batch, step_batch, before, forward, backward)
+
+            self.audit.compare(trainer, step_batch, again)
         losses = [outputs["loss"] for outputs in found]
         self.gradients.wait()
         statistics.finish(step_batch)
         due = self.gradients.finish(step_batch, losses)
         if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
-            for buffer, value in zip(module.buffers(), before, strict=True):  # running statistics, say
-                buffer.resize_(value.shape).copy_(value)
+            _put_back(module, before)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
+
+    def _again(
+        self,
+        trainer: Any,
+        micro_batch: MicroBatch,
+        step_batch: StepBatch,
+        start: Outputs,
+        forward: Callable[[Any], Any],
+        backward: Callable[[Tensor], Any],
+    ) -> Gradients:
+        """The gradient of a piece, computed again from the buffers as the step began. All else stays as it is."""
+        module, strategy = self._module, trainer.strategy
+        held, now = [parameter.grad for parameter in module.parameters()], _values(module)
+        strategy.again = True
+        with torch.random.fork_rng([strategy.root_device] if strategy.root_device.type == "cuda" else []):
+            _put_back(module, start)
+            for parameter in module.parameters():
+                parameter.grad = None
+            batch = self._batch(trainer, micro_batch, step_batch.step)
+            seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
+            weight = self.gradients.weight(micro_batch, step_batch)
+            with strategy.micro_batch(micro_batch, seeds):
+                loss, _ = _numbers(forward(batch))
+                backward(loss if weight == 1 else loss * weight)
+            (found,) = strategy.piece_gradients(self._trained)
+        strategy.again = False
+        _put_back(module, now)
+        for parameter, gradient in zip(module.parameters(), held, strict=True):
+            parameter.grad = gradient
+        return found
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def apply_late(self) -> None:
         """Gives the parameters the oldest gradient that is under way.
@@ -198,6 +251,17 @@ class StepPasses:
             return batch
 
         return trainer.strategy.by_piece(change, batch, micro_batch, seeds)
+
+
+def _values(module: torch.nn.Module) -> Outputs:
+    """A copy of the buffers, running statistics, say."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def _put_back(module: torch.nn.Module, values: Outputs) -> None:
+    for name, buffer in module.named_buffers():
+        if name in values:
+            buffer.resize_(values[name].shape).copy_(values[name])
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

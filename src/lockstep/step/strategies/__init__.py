@@ -24,7 +24,7 @@ def make_strategy(layout: Layout, options: dict[str, Any]) -> Any:
     if layout.strategy == "dp":
         from lockstep.step.strategies.dp import DataParallel
 
-        return DataParallel(devices, exact=layout.exact)
+        return DataParallel(devices, exact=layout.exact and layout.pieces > 1)
     from lockstep.step.strategies.single import SingleDevice
 
     return SingleDevice(device=devices[0])

@@ -36,7 +36,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
 
     Args:
         devices: the devices in the order in which a step's pieces are dealt to them; the first one holds the module.
-        exact: each piece's gradient is kept by itself, for exact sums.
+        exact: each piece's gradient is kept by itself, for exact sums of several.
     """
 
     copies_buffers = True
@@ -62,7 +62,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
             raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = self.lightning_module
+        module = self._computing
         return getattr(twin(module) if name == "training_step" else module, name)(*args, **kwargs)
 
     def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
@@ -77,6 +77,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
 
     def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
         """Raises Refusal if the loss depends on a parameter in another way too, of which no piece has a part."""
+        if not self.exact:
+            return super().piece_gradients(parameters)
         module: Any = self.lightning_module
         past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
         if past:

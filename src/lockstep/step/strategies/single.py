@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lockstep.step.batch import MicroBatch
 
@@ -35,6 +37,7 @@ class PieceStrategy(Strategy):
 
     copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
     staged = False  # whether each process holds another part of the network
+    again = False  # whether a piece is computed once more, of which only the gradient is wanted
     ahead = 0  # pieces that forward passes are ahead of backward passes: only those of a pipeline
 
     @contextmanager
@@ -70,7 +73,11 @@ class PieceStrategy(Strategy):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A step of the module, as this strategy runs it: `training_step`, say."""
-        return getattr(self.lightning_module, name)(*args, **kwargs)
+        return getattr(self._computing, name)(*args, **kwargs)
+
+    @property
+    def _computing(self) -> Any:
+        return apart(self.lightning_module) if self.again else self.lightning_module
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -110,6 +117,26 @@ class Redirected:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.trainer.strategy.forward(args, kwargs)
+
+
+class Mute:
+    """What the twin of a module has before its class where it computes a piece once more."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """What it said the first time is enough."""
+
+    log_dict = log
+
+
+def apart(module: Any) -> Any:
+    """A twin that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
+    found = twin(module, Mute)
+    kept = {name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
+    for name, child in module.named_children():
+        if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
+            kept["_modules"][name] = deepcopy(child)
+    object.__setattr__(found, "__dict__", kept)
+    return found
 
 
 def twin(thing: Any, before: type = Redirected) -> Any:

@@ -1,0 +1,120 @@
+"""`audit=<share>`: of that share of steps one piece is computed again, by another device than its owner, and must come
+to the same bits. Else the step is not applied, and the run ends with the name of the device that computed wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.arithmetic.audit import Choice, chosen, verdict
+from lockstep.arithmetic.layout import Layout, counted, listed
+from lockstep.launch.endings import WorkerFailed
+from lockstep.launch.group import of_ranks
+from lockstep.step.batch import MicroBatch, StepBatch
+
+Gradients = list[Tensor | None]
+Digests = tuple[bytes, ...]  # of a gradient, by parameter
+
+
+class WrongGradient(WorkerFailed):
+    """A device has computed a wrong gradient, or one of several has. The message names it, step, piece and tensor."""
+
+
+class Audit:
+    """Chooses the pieces that are computed again, and judges what they come to. All ranks do so alike.
+
+    Args:
+        share: of the steps.
+        seed: the run's.
+        layout: who computes which piece.
+
+    Attributes:
+        pieces: so many have been computed again and were right, since this process began.
+    """
+
+    def __init__(self, share: float, seed: int, layout: Layout) -> None:
+        self.share, self.seed, self.layout = share, seed, layout
+        self.pieces = 0
+        self.choice: Choice | None = None  # of the step under way
+        self._first: Digests | None = None  # the owner's, on its rank
+        self._right: dict[int, int] = {}  # by device, steps up to which it was known to be right
+
+    def begin(self, trainer: Any, step_batch: StepBatch) -> Choice | None:
+        """Before a step's passes: what is to be computed again of it."""
+        order = trainer.datamodule.order
+        sizes = list(map(len, order.pieces(*order.position(step_batch.step))))
+        self.choice, self._first = chosen(self.share, self.seed, step_batch.step, sizes, self.layout), None
+        devices = range(self.layout.num_devices)
+        self._own = {trainer.global_rank} if self.layout.replicas > 1 else set(devices)
+        self._right = self._right or dict.fromkeys(devices, step_batch.step)
+        return self.choice
+
+    def note(self, micro_batch: MicroBatch, gradients: list[Gradients]) -> None:
+        """After the passes of a micro-batch: the gradients of its pieces."""
+        if self.choice and self.choice.piece in micro_batch.pieces:
+            self._first = digests(gradients[micro_batch.pieces.index(self.choice.piece)])
+
+    def compare(self, trainer: Any, step_batch: StepBatch, again: Callable[[int], Gradients]) -> None:
+        """After the last micro-batch, before the gradient is summed: every rank calls it.
+
+        Args:
+            again: computes the chosen piece on a device of this process.
+
+        Raises:
+            WrongGradient: it came to something else.
+        """
+        assert self.choice is not None
+        owner, auditor, *_ = devices = self.choice.devices
+
+        def asked(devices: Sequence[int]) -> list[tuple[int, Digests]]:
+            return [(device, digests(again(device))) for device in devices if device in self._own]
+
+        first = [] if self._first is None else [(owner, self._first)]
+        results = _of_all(first + asked([auditor]))
+        one, other = (result for _, result in results)
+        if one == other:
+            self.pieces += 1
+            self._right |= dict.fromkeys((owner, auditor), step_batch.step + 1)
+            return
+        wrong, still = verdict(results + _of_all(asked(devices)))
+        names = [name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad]
+        odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
+        places = dict(_of_all([(device, self._place(trainer, device)) for device in sorted(self._own)]))
+        who = " or ".join(places[device] for device in wrong)
+        what = listed(odd, 1) + f" ({len(odd)} of {counted(len(names), 'tensor')})"
+        how = "and again when asked once more" if still else "once: asked once more it was right"
+        right = min(self._right[device] for device in wrong) if still else step_batch.step
+        told = (
+            f"step {step_batch.step + 1}, piece {self.choice.piece}: {who} computed a wrong gradient of {what}, {how}"
+        )
+        found = WrongGradient(f"{told}; it was not applied, and checkpoints up to step {right} are as good as known")
+        found.without, found.right = tuple(wrong), right
+        raise found
+
+    def _place(self, trainer: Any, device: int) -> str:
+        """A device of this process, for people."""
+        there = getattr(trainer.strategy, "devices", [trainer.strategy.root_device])
+        name = "rank" if self.layout.replicas > 1 else "device"
+        return f"{name} {device} ({there[device % len(there)]} on {platform.node()})"
+
+
+def _of_all(mine: list[Any]) -> list[Any]:
+    """What all ranks have, by rank."""
+    return [each for part in of_ranks(mine) for each in part]
+
+
+def digests(gradients: Gradients) -> Digests:
+    """A hash of the bits of each, 64 bits long; empty where there is none."""
+
+    def digest(tensor: Tensor | None) -> bytes:
+        if tensor is None:
+            return b""
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.blake2b(flat.numpy().data, digest_size=8).digest()
+
+    return tuple(map(digest, gradients))
