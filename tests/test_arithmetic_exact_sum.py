@@ -240,6 +240,6 @@ def test_a_damaged_message_of_what_outgrew_its_grid_is_seen() -> None:
         sent: list[str] = []
         exact = ExactSum(zeros(SHAPES[:3]))
         exact.add(addends(1, 0, 0, SHAPES[:3])[0])
-        with pytest.raises(Damaged, match="^step 1: the sums are not") if damaged == 3 else nullcontext():
+        with pytest.raises(Damaged, match=r"^step 1: the sums are not") if damaged == 3 else nullcontext():
             exact.total(all_reduce)
         assert sent == ["sum", "max", "sum"]

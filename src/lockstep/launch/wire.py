@@ -120,8 +120,8 @@ def waiting(noted: threading.Condition) -> Iterator[Callable[[str], None]]:
 
 def outcome_told(told: Mapping[str, Any]) -> Outcome:
     """An outcome that came over a wire."""
-    numbers = (int(told[name]) for name in ("signum", "steps"))
-    return Outcome(str(told["kind"]), str(told["text"]), *numbers, tuple(map(int, told["without"])), int(told["right"]))
+    signum, steps, right = (int(told[name]) for name in ("signum", "steps", "right"))
+    return Outcome(str(told["kind"]), str(told["text"]), signum, steps, tuple(map(int, told["without"])), right)
 
 
 def difference(own: Mapping[str, str], other: Mapping[str, str], name: str, here: str = "") -> str:

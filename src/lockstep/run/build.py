@@ -182,7 +182,7 @@ def make_trainer(
     own = config.strategy.average_every is not None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, bool(config.audit)
+        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, audit
     )
     gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     return StepTrainer(
@@ -190,7 +190,6 @@ def make_trainer(
         FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
         graphs=config.compile in GRAPHS,
-        audit=audit,
         accelerator=layout.accelerator,
         devices=1 if layout.world_size == 1 else layout.devices,
         num_nodes=layout.num_nodes,

@@ -59,20 +59,20 @@ class Audit:
         if self.choice and self.choice.piece in micro_batch.pieces:
             self._first = digests(gradients[micro_batch.pieces.index(self.choice.piece)])
 
-    def compare(self, trainer: Any, step_batch: StepBatch, again: Callable[[int], Gradients]) -> None:
+    def compare(self, trainer: Any, step_batch: StepBatch, again: Callable[[int, int], Gradients]) -> None:
         """After the last micro-batch, before the gradient is summed: every rank calls it.
 
         Args:
-            again: computes the chosen piece on a device of this process.
+            again: computes a piece on a device of this process.
 
         Raises:
             WrongGradient: it came to something else.
         """
         assert self.choice is not None
-        owner, auditor, *_ = devices = self.choice.devices
+        piece, (owner, auditor, *_) = self.choice.piece, self.choice.devices
 
         def asked(devices: Sequence[int]) -> list[tuple[int, Digests]]:
-            return [(device, digests(again(device))) for device in devices if device in self._own]
+            return [(device, digests(again(piece, device))) for device in devices if device in self._own]
 
         first = [] if self._first is None else [(owner, self._first)]
         results = _of_all(first + asked([auditor]))
@@ -81,7 +81,7 @@ class Audit:
             self.pieces += 1
             self._right |= dict.fromkeys((owner, auditor), step_batch.step + 1)
             return
-        wrong, still = verdict(results + _of_all(asked(devices)))
+        wrong, still = verdict(results + _of_all(asked(self.choice.devices)))
         names = [name for name, p in trainer.lightning_module.named_parameters() if p.requires_grad]
         odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
         places = dict(_of_all([(device, self._place(trainer, device)) for device in sorted(self._own)]))
@@ -89,9 +89,7 @@ class Audit:
         what = listed(odd, 1) + f" ({len(odd)} of {counted(len(names), 'tensor')})"
         how = "and again when asked once more" if still else "once: asked once more it was right"
         right = min(self._right[device] for device in wrong) if still else step_batch.step
-        told = (
-            f"step {step_batch.step + 1}, piece {self.choice.piece}: {who} computed a wrong gradient of {what}, {how}"
-        )
+        told = f"step {step_batch.step + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
         found = WrongGradient(f"{told}; it was not applied, and checkpoints up to step {right} are as good as known")
         found.without, found.right = tuple(wrong), right
         raise found
@@ -106,6 +104,10 @@ class Audit:
 def _of_all(mine: list[Any]) -> list[Any]:
     """What all ranks have, by rank."""
     return [each for part in of_ranks(mine) for each in part]
+
+
+def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def digests(gradients: Gradients) -> Digests:

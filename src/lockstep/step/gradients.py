@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
+from lockstep.step.audit import Audit
 from lockstep.step.stages import runs
 
 Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
@@ -56,18 +57,21 @@ class GradientSum:
         world_size: worker processes over all nodes.
         late: steps between the passes of a gradient and its use.
         own: each process keeps its gradient, that of its own samples, and nothing is summed over processes.
-        checked: under exact, a message that was damaged on its way is noticed.
+        audit: compares pieces that are computed twice. With it exact sums look whether messages came as they were sent.
 
     Attributes:
         line: the sums that are started and not used yet, the oldest first.
     """
 
-    def __init__(self, strategy: Any, world_size: int, late: int = 0, own: bool = False, checked: bool = False) -> None:
+    def __init__(
+        self, strategy: Any, world_size: int, late: int = 0, own: bool = False, audit: Audit | None = None
+    ) -> None:
         self.strategy = strategy
         self.world_size = world_size
         self.late = late
         self.own = own
-        self.checked = checked and world_size > 1
+        self.audit = audit
+        self.checked = audit is not None and world_size > 1
         self.ddp_sums = False  # whether DDP's reducer sends this step's gradients
         self.line: deque[StartedSum] = deque()
 
@@ -167,9 +171,8 @@ class ExactGradientSum(GradientSum):
         if not self.sums or [id(p) for p in trained] != [id(p) for p in self.parameters]:  # unfrozen, say
             borders, mine = runs(self.strategy.lightning_module, trained), [self.strategy.holds(p) for p in trained]
             self.parameters = trained
-            all_names = {id(p): name for name, p in self.strategy.lightning_module.named_parameters()}
-            names = [all_names[id(p)] for p in trained] if self.checked else ()
-            like = [p.detach() for p in trained]
+            named = {id(p): name for name, p in self.strategy.lightning_module.named_parameters()}
+            like, names = [p.detach() for p in trained], [named[id(p)] for p in trained] if self.checked else ()
             self.sums = [ExactSum(like, None, borders, mine, names) for _ in range(self.late + 1)]
             if len(self.exponents) != len(self.sums[0].exponents):
                 self.exponents = self.sums[0].exponents

@@ -29,7 +29,6 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.step.audit import Audit
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
@@ -40,25 +39,19 @@ class StepTrainer(pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
 
     Args:
-        gradients, finite, seed, graphs, audit: as of `StepPasses`; the strategy of the gradients is the Trainer's.
+        gradients, finite, seed, graphs: as of `StepPasses`; the strategy of the gradients is the Trainer's.
         options: Lightning's own.
     """
 
     def __init__(
-        self,
-        gradients: GradientSum,
-        finite: FiniteGradientCheck,
-        seed: int,
-        graphs: bool = False,
-        audit: Audit | None = None,
-        **options: Any,
+        self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False, **options: Any
     ) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
         self._signal_connector = _NoSignals(self)
         self._logger_connector = _StepLogs(self)
         made = self.fit_loop
         self.fit_loop = _StepFitLoop(self, made.min_epochs, made.max_epochs)
-        passes = StepPasses(gradients, finite, seed, graphs, audit)
+        passes = StepPasses(gradients, finite, seed, graphs)
         self.fit_loop.epoch_loop = StepLoop(self, passes, made.min_steps, made.max_steps)
 
 

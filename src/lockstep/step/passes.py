@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from lockstep.arithmetic.exact import ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
-from lockstep.step.audit import Audit, Gradients
+from lockstep.step.audit import Gradients, trained
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
@@ -33,22 +34,13 @@ class StepPasses:
         finite: what is done about a gradient that is not finite.
         seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
         graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
-        audit: which pieces are computed again; None: none is.
     """
 
-    def __init__(
-        self,
-        gradients: GradientSum,
-        finite: FiniteGradientCheck,
-        seed: int,
-        graphs: bool = False,
-        audit: Audit | None = None,
-    ) -> None:
+    def __init__(self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False) -> None:
         self.gradients = gradients
         self.finite = finite
         self.seed = seed
         self.graphs = graphs
-        self.audit = audit
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,12 +106,34 @@ class StepPasses:
             samples, on its device. Of a process without a sample, a loss of 0.
         """
         module, strategy, statistics = self._module, trainer.strategy, self.statistics
-        audited = self.audit is not None and self.audit.begin(trainer, step_batch)
-        before = _values(module) if audited or self.finite.policy == "skip" else {}
+        audit = (
+            self.gradients.audit if self.gradients.audit and self.gradients.audit.begin(trainer, step_batch) else None
+        )
+        before = _values(module) if audit or self.finite.policy == "skip" else {}
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
         found: list[Outputs] = []
         waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
+
+        def compute(number: int, micro_batch: MicroBatch) -> tuple[list[int], Any, Tensor, Outputs]:
+            batch = self._batch(trainer, micro_batch, step_batch.step)
+            seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
+            weight = self.gradients.weight(micro_batch, step_batch)
+            with strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
+                if self.graphs:
+                    torch.compiler.cudagraph_mark_step_begin()
+                loss, outputs = _numbers(forward(batch))
+                if not strategy.ahead:
+                    backward(loss if weight == 1 else loss * weight)
+            return seeds, batch, loss, outputs
+
+        def again(piece: int, device: int) -> Gradients:
+            """The gradient of a piece, computed once more from the buffers as the step began."""
+            beat(step_batch.step, len(step_batch.micro_batches))
+            with _apart(module, strategy, before):
+                compute(0, trainer.datamodule.again(step_batch, piece, device))
+                (found,) = strategy.piece_gradients(trained(module))
+            return found
 
         def follow() -> None:
             """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
@@ -132,24 +146,16 @@ class StepPasses:
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
                 beat(step_batch.step, number)
-                batch = self._batch(trainer, micro_batch, step_batch.step)
                 statistics.before()
-                seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
-                weight = self.gradients.weight(micro_batch, step_batch)
-                with strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
-                    if self.graphs:
-                        torch.compiler.cudagraph_mark_step_begin()
-                    loss, outputs = _numbers(forward(batch))
-                    if not strategy.ahead:
-                        backward(loss if weight == 1 else loss * weight)
+                seeds, batch, loss, outputs = compute(number, micro_batch)
                 statistics.after()
                 if strategy.ahead:
                     waiting.append((micro_batch, seeds, batch, loss))
                     if len(waiting) > strategy.ahead:
                         follow()
                     continue
-                if audited:
-                    self.audit.note(micro_batch, strategy.piece_gradients(self._trained))
+                if audit:
+                    audit.note(micro_batch, strategy.piece_gradients(trained(module)))
                 self.gradients.collect()
                 found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
                 if (
@@ -159,18 +165,12 @@ class StepPasses:
                         parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             while waiting:
                 follow()
+            if audit:
+                audit.compare(trainer, step_batch, again)
         except RuntimeError as error:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
                 raise Refusal(advised) from error
             raise
-        if audited:
-
-            def again(device: int) -> Gradients:
-                beat(step_batch.step, len(step_batch.micro_batches))
-                micro_batch = trainer.datamodule.again(step_batch, audited.piece, device)
-                return self._again(trainer, micro_batch, step_batch, before, forward, backward)
-
-            self.audit.compare(trainer, step_batch, again)
         losses = [outputs["loss"] for outputs in found]
         self.gradients.wait()
         statistics.finish(step_batch)
@@ -182,40 +182,6 @@ class StepPasses:
         if not found:  # the loss may be logged, with the others'
             return {"loss": next(module.parameters()).new_zeros(())}
         return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
-
-    def _again(
-        self,
-        trainer: Any,
-        micro_batch: MicroBatch,
-        step_batch: StepBatch,
-        start: Outputs,
-        forward: Callable[[Any], Any],
-        backward: Callable[[Tensor], Any],
-    ) -> Gradients:
-        """The gradient of a piece, computed again from the buffers as the step began. All else stays as it is."""
-        module, strategy = self._module, trainer.strategy
-        held, now = [parameter.grad for parameter in module.parameters()], _values(module)
-        strategy.again = True
-        with torch.random.fork_rng([strategy.root_device] if strategy.root_device.type == "cuda" else []):
-            _put_back(module, start)
-            for parameter in module.parameters():
-                parameter.grad = None
-            batch = self._batch(trainer, micro_batch, step_batch.step)
-            seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
-            weight = self.gradients.weight(micro_batch, step_batch)
-            with strategy.micro_batch(micro_batch, seeds):
-                loss, _ = _numbers(forward(batch))
-                backward(loss if weight == 1 else loss * weight)
-            (found,) = strategy.piece_gradients(self._trained)
-        strategy.again = False
-        _put_back(module, now)
-        for parameter, gradient in zip(module.parameters(), held, strict=True):
-            parameter.grad = gradient
-        return found
-
-    @property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def apply_late(self) -> None:
         """Gives the parameters the oldest gradient that is under way.
@@ -262,6 +228,22 @@ def _put_back(module: torch.nn.Module, values: Outputs) -> None:
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.resize_(values[name].shape).copy_(values[name])
+
+
+@contextmanager
+def _apart(module: torch.nn.Module, strategy: Any, start: Outputs) -> Iterator[None]:
+    """What is computed inside begins with the buffers `start` and leaves nothing behind."""
+    held, now, device = [p.grad for p in module.parameters()], _values(module), strategy.root_device
+    strategy.again = True
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        _put_back(module, start)
+        for parameter in module.parameters():
+            parameter.grad = None
+        yield
+    strategy.again = False
+    _put_back(module, now)
+    for parameter, gradient in zip(module.parameters(), held, strict=True):
+        parameter.grad = gradient
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:
