@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +62,16 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
         Different: naming the first step that is not what the ledger says.
         Refusal: there is no ledger, or nothing to start from.
     """
+    try:
+        look(raw, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # others are in it
+            folder.parent.rmdir()
+
+
+def look(raw: dict[str, Any], folder: Path) -> None:
+    """As `verify`, which removes the folder."""
     torch.set_num_threads(1)  # this process forks
     wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
     if raw["num_nodes"] != 1 or external_workers():
@@ -74,19 +85,17 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
     for line, part in zip(lines[1:], lives[1:], strict=True):
         check_samples(line, part)
     starts = checkpoints(run, lines)
-    chosen = choose(wanted, seed, lines, starts, run)
+    spans = [
+        (max(found for found in starts if found < step), step) for step in choose(wanted, seed, lines, starts, run)
+    ]
     notes = other_here(lives[-1].about)
     wrong: dict[int, str] = {}
-    spans = []
-    for step in chosen:
-        start = max(found for found in starts if found < step)
+    for start, step in spans:
         found = compare(lines, lives, start, starts, step, folder / "again")
         shutil.rmtree(folder / "again", ignore_errors=True)
         print(f"steps {start} to {step}: {next(iter(found.values()), 'the same bits')}", flush=True)
         wrong |= found
-        spans.append((start, step))
-    for note in notes:
-        print(f"note: {note}")
+    print("".join(f"note: {note}\n" for note in notes), end="")
     if wrong:
         first = min(wrong)
         raise Different(f"{run}: step {first} is not what its ledger says: {wrong[first]}")
@@ -172,14 +181,15 @@ def changes(before: Life, now: Life) -> str:
 
 def other_here(about: Mapping[str, Any]) -> list[str]:
     """What is not here as it was there, though the bits may be the same."""
-    there = about.get("versions")
-    packages = there if isinstance(there, dict) else {}
-    odd = [f"{name} {old} there, {versions().get(name)} here" for name, old in packages.items()]
-    odd = [each for each, (name, old) in zip(odd, packages.items(), strict=True) if versions().get(name) != old]
+    there, here = about.get("versions"), versions()
+    packages = there.items() if isinstance(there, dict) else ()
+    odd = [f"{name} {old} there, {here.get(name)} here" for name, old in packages if here.get(name) != old]
     if about.get("code_sha256") != code_sha256():
-        here = git_info()
-        sides = [(about.get("commit"), about.get("dirty"), "there"), (here["commit"], here["dirty"], "here")]
-        commits = [f"commit {str(commit)[:12]}{' and changes' * bool(dirty)} {side}" for commit, dirty, side in sides]
+        sides = {"there": about, "here": git_info()}
+        commits = [
+            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {side}"
+            for side, git in sides.items()
+        ]
         odd.append(f"src/ is not the same code: {', '.join(commits)}")
     return [shown(each) for each in odd]
 
@@ -242,32 +252,24 @@ def compare(
     within = [line for line in lines[first + 1 :] if line["step"] <= step]
     if len({line["config_sha256"] for line in within}) > 1:
         raise Refusal(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
-    kept = {line["step"]: path for line in lines[first:] if (path := starts.get(line["step"])) is not None}
     try:
-        if start in kept:
-            check_kept(kept[start], lines[first])
+        check_kept(starts[start], lines[first])
         found = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
         for line in within:
-            compare_line(line, found.get(line["step"], {}), kept.get(line["step"]), folder)
+            kept, own = check_kept(starts.get(line["step"]), line), found.get(line["step"], {})
+            if odd := [word for key, word in HASHES.items() if own.get(key) != line.get(key)]:
+                mine = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
+                there = first_difference(mine, kept) if kept and mine["global_step"] == line["step"] else ""
+                return {line["step"]: f"other {' and '.join(odd)}{'; first ' * bool(there)}{there}"}
     except Different as wrong:
         return {wrong.step: str(wrong)}
     return {}
 
 
-def compare_line(line: Line, own: Line, kept: Path | None, folder: Path) -> None:
-    """Raises Different where what was computed up to a line, or the checkpoint that was kept, has not its hashes."""
-    wanted = check_kept(kept, line) if kept is not None else {}
-    odd = [word for key, word in HASHES.items() if own.get(key) != line.get(key)]
-    if not odd:
-        return
-    said, mine = f"other {' and '.join(odd)}", checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
-    if wanted and mine["global_step"] == line["step"]:
-        said += f"; first {first_difference(mine, wanted)}"
-    raise Different(said, line["step"])
-
-
-def check_kept(path: Path, line: Line) -> dict[str, Any]:
-    """A kept checkpoint, loaded; raises Different where it is not the one of its line."""
+def check_kept(path: Path | None, line: Line) -> dict[str, Any]:
+    """The checkpoint that was kept of a line, if any; raises Different where it is not the one of its line."""
+    if path is None:
+        return {}
     try:
         checkpoint = checkpoint_io.load(path)
     except CheckpointError as error:

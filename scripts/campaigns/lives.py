@@ -24,15 +24,19 @@ NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep
 
 
 class Life:
-    """A running `src/train.py` with these arguments."""
+    """A running `src/train.py` with these arguments; or scripts/verify.py.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    Args:
+        program: its name, which is that of a module that has a function of this name.
+    """
+
+    def __init__(self, arguments: Sequence[str], program: str = "train") -> None:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_live, args=(self.arguments, self._said.fileno()))
+        self.process = fork.Process(target=_live, args=(program, self.arguments, self._said.fileno()))
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -107,14 +111,13 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _live(arguments: list[str], output: int) -> None:
+def _live(program: str, arguments: list[str], output: int) -> None:
     """What `python src/train.py` does, in a fork."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    sys.argv = ["src/train.py", *arguments]
+    sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
-    from train import train
 
-    cli.command(train, "train")
+    cli.command(getattr(importlib.import_module(program), program), program)

@@ -48,7 +48,7 @@ class SeveralMachines:
         self.problems: list[str] = []
         self.homes = [home / f"machine_{number}" for number in range(len(machines.names))]
         self.met = [f"num_nodes={len(self.homes)}", f"rdzv_endpoint={machines.address(0)}:29500"]
-        lasting = ["elastic=true", f"max_restarts={2 * faults}", "+callbacks.pace._target_=campaigns.pace.Pace"]
+        lasting = ["elastic=true", f"max_restarts={2 * faults}", "+callbacks.pace._target_=campaigns.flips.Pace"]
         self.command = [*job, "strategy=ddp", "devices=1", *self.met, *lasting]
         self.running: dict[int, subprocess.Popen[str]] = {}
 

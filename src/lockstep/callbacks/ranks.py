@@ -48,7 +48,7 @@ class DummyBatchOnEmptyRank(Callback):
 
 
 class Diverged(Exception):
-    """A rank's weights are not those of rank zero."""
+    """A rank's weights are not those of the others."""
 
 
 class ReplicaConsistencyCheck(Callback):
@@ -59,10 +59,12 @@ class ReplicaConsistencyCheck(Callback):
         if trainer.datamodule.layout.replicas == 1:
             return
         sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
-        others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]
+        usual = max(sums, key=sums.count)  # of two ranks, rank zero's
+        others = [str(rank) for rank, found in enumerate(sums) if found != usual]
         if others:
             ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
-            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank 0")
+            first = sums.index(usual)
+            raise Diverged(f"after step {trainer.global_step} the weights of {ranks} are not those of rank {first}")
 
     on_train_start = on_save_checkpoint = _compare
 

@@ -1,0 +1,140 @@
+"""Callbacks for campaigns: one flips bits of a run and says nothing, as a faulty device does; one slows a run down."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.arithmetic.audit import chosen
+
+PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
+NAME = "struck.json"  # in the run's folder: where it was struck first
+SECONDS = 0.1  # that a step takes longer under `Pace`
+LEAST = 1000  # elements of a sum of gradients; others are shorter
+
+
+class Pace(Callback):
+    """Waits after each step: a run over several machines must outlast its faults."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(SECONDS)
+
+
+class Flips(Callback):
+    """Flips bits of one element: another one in each step, but the same one in all passes of a step.
+
+    Args:
+        place: a weight before a step; a layer's output or a weight's gradient in one of a step's passes; what a rank
+            sends, or what it has received, when gradients are summed; a weight in what is saved.
+        rank: on which it happens; None: on that which computes the piece that is audited, in the pass of that piece.
+        step: the optimizer step, 1 or more; or the first one after it that is saved, or of which a piece is audited.
+        bits: how many flip.
+        lasting: again in all passes and all steps from there on; else once.
+        seed: which element and which bits.
+    """
+
+    def __init__(self, folder: Path, place: str, rank: int | None, step: int, bits: int, lasting: bool, seed: int):
+        self.file, self.place, self.rank, self.step = folder / NAME, place, rank, step
+        self.bits, self.lasting, self.seed = bits, lasting, seed
+        self.names: list[str] = []  # of what may be struck
+        self.now = 0  # the step under way, where it is struck
+        self.chosen = ""  # of the names, in this step
+        self.number = 0  # of the pass that is struck
+        self.passes: Counter[str] = Counter()  # of each name in this step
+        self.messages = Messages(self)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        weights = {name: weight for name, weight in pl_module.named_parameters() if weight.requires_grad}
+        self.names = [*weights]
+        if self.place == "gradients":
+            for name, weight in weights.items():
+                weight.register_hook(partial(self._pass, name))
+        if self.place == "activations":
+            self.names = sorted({name.rpartition(".")[0] for name in weights})
+            for name in self.names:
+                layer = pl_module.get_submodule(name)
+                layer.register_forward_hook(lambda layer, inputs, output, name=name: self._pass(name, output))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, rank, random = batch.step + 1, self.rank, Random(f"{self.seed} {batch.step}")
+        self.passes.clear()
+        self.chosen, self.number = random.choice(self.names), random.randrange(len(batch.micro_batches))
+        if rank is None:
+            rank = self._aim(trainer, batch)
+        over = self.file.exists() and not self.lasting
+        self.now = step if step >= self.step and not over and trainer.global_rank == rank else 0
+        if self.now and self.place == "weights":
+            self._strike(self.chosen, pl_module.get_parameter(self.chosen))
+        if self.now and self.place in ("sent", "received"):
+            self.messages.__enter__()
+
+    def _aim(self, trainer: Any, batch: Any) -> int:
+        """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
+        order, share = trainer.datamodule.order, trainer.fit_loop.epoch_loop.passes.audit.share
+        sizes = [len(ids) for ids in order.pieces(*order.position(batch.step))]
+        choice = chosen(share, order.seed, batch.step, sizes, order.layout)
+        if choice is None:
+            return -1
+        passes = [choice.piece in micro_batch.pieces for micro_batch in batch.micro_batches]
+        self.number = passes.index(True) if any(passes) else 0
+        return choice.devices[0]
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.now and self.place in ("sent", "received"):
+            self.messages.__exit__(None, None, None)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.now and self.place == "checkpoint":
+            state = checkpoint["state_dict"]
+            state[self.chosen] = self._struck(self.chosen, state[self.chosen])
+
+    def _pass(self, name: str, value: Tensor) -> Tensor | None:
+        """What a pass goes on with instead of a tensor; None: as it is."""
+        self.passes[name] += 1
+        due = self.lasting or self.passes[name] == self.number + 1
+        return self._struck(name, value) if self.now and due and name == self.chosen else None
+
+    def _struck(self, name: str, value: Tensor) -> Tensor:
+        changed = value.clone()
+        self._strike(name, changed)
+        return changed
+
+    def _strike(self, name: str, value: Tensor) -> None:
+        tensor, random = value.detach(), Random(f"{self.seed} {self.now}")
+        at = tuple(random.randrange(size) for size in tensor.shape)
+        element = tensor[at].reshape(1).clone()
+        for bit in random.sample(range(8 * element.element_size()), self.bits):
+            element.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        tensor[at] = element[0]
+        if not self.file.exists():
+            self.file.write_text(json.dumps({"rank": dist.get_rank(), "step": self.now, "name": name, "at": at}))
+
+
+class Messages(TorchDispatchMode):
+    """While it is entered, the sums of gradients are struck: as a rank sends them, or as it has received them."""
+
+    def __init__(self, flips: Flips) -> None:
+        super().__init__()
+        self.flips = flips
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.c10d.allreduce_.default or len(args[0][0]) < LEAST:
+            return func(*args, **(kwargs or {}))
+        if self.flips.place == "sent":
+            self.flips._strike("the sum", args[0][0])
+        found = func(*args, **(kwargs or {}))
+        if self.flips.place == "received":
+            dist.Work.unbox(found[1]).wait()
+            self.flips._strike("the sum", args[0][0])
+        return found
