@@ -45,9 +45,9 @@ def clean(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT, "audit=0")
 
 
-def test_a_clean_run_says_so_and_keeps_its_bits_metrics_and_buffers(project: Path, tmp_path: Path) -> None:
+def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_path: Path) -> None:
     options = ("exact=true", "precision=bf16-mixed", "audit=0,1", *DDP)
-    found = jobs(project, tmp_path, "Counts,mine.Buffers", *options)
+    found = jobs(project, tmp_path, "Counts,mine.Drops", *options)
     for plain, audited in zip(found[::2], found[1::2], strict=True):
         assert same_bits(plain, audited)
         assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
