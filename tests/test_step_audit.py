@@ -68,7 +68,7 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
         told = (
             rf"step {seen + 1}, piece \d: rank {device} \(cpu on \S+\) computed a wrong gradient of {re.escape(which)} "
         )
-        assert re.match(told + r"tensors\), and again when asked", error), error
+        assert re.match(begins + r"tensors\), and again when asked", error), error
         assert f"; it was not applied, and checkpoints up to step {right} are as good as known" in error
         assert max(steps_of(folder)) == seen
 
