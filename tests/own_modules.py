@@ -262,6 +262,52 @@ class OneFails(LitDigits):
         return super().training_step(batch, batch_idx)
 
 
+class Flips(pl.Callback):
+    """Flips a bit in step `step`, or from it on where it is `lasting`, of what one device computes, a `gradient`, a
+    `weight` or an `activation` (of one of two under dp), or of a `message` that it gets."""
+
+    def __init__(self, what, device, step, lasting=False):
+        self.what, self.device, self.step, self.lasting = what, device, step, lasting
+
+    def strikes(self, trainer, what):
+        there = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
+        now, again = trainer.global_step, trainer.strategy.again
+        due = now >= self.step if self.lasting else now == self.step and not again
+        return what == self.what and due and int(there[trainer.global_rank]) == self.device
+
+    def on_fit_start(self, trainer, pl_module):
+        plain, self.calls = torch.distributed.all_reduce, 0
+
+        def all_reduce(tensor, *args, **options):
+            work = plain(tensor, *args, **options)
+            if tensor.dtype == torch.int64 and tensor.numel() > 1000 and self.strikes(trainer, "message"):
+                if work is not None:
+                    work.wait()
+                tensor[500] ^= 1 << 30
+            return work
+
+        def flip_output(layer, args, output):
+            if self.what == "activation" and trainer.training and not trainer.strategy.again:
+                if trainer.global_step == self.step and self.calls % 2 == self.device:
+                    flip(output.data)
+                self.calls += 1
+
+        torch.distributed.all_reduce = all_reduce
+        pl_module.net[3].register_forward_hook(flip_output)
+
+    def on_train_batch_start(self, trainer, pl_module, *args):
+        if trainer.global_step == self.step and self.strikes(trainer, "weight"):
+            flip(pl_module.net[1].weight.data)
+
+    def on_after_backward(self, trainer, pl_module):
+        if self.strikes(trainer, "gradient"):
+            flip(pl_module.net[1].weight.grad)
+
+
+def flip(tensor):
+    tensor.view(-1).view(torch.int64 if tensor.element_size() == 8 else torch.int32)[7] ^= 1 << 12
+
+
 # --- of the project's classifier --------------------------------------------------------------------------------------
 
 

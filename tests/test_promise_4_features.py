@@ -48,7 +48,7 @@ def test_every_row_is_in_a_run() -> None:
 
 @pytest.mark.parametrize("names", TOGETHER, ids="+".join)
 def test_one_sha256_on_all_layouts_and_after_a_kill(names: tuple[str, ...], run_train: Program, tmp_path: Path) -> None:
-    run = run_train(*TASK, *told(names), "strategy=ddp,dp", "devices=1,2,3", "-m")
+    run = run_train(*TASK, *told(names), "strategy=ddp,dp", "devices=1,2,3", "audit=1", "-m")  # others have none
     found = [summary_of(folder) for folder in run.jobs]
     (sha,) = {summary["weights_sha256"] for summary in found}
     assert len({summary["metrics"]["val/loss"] for summary in found}) == 1

@@ -105,6 +105,12 @@ REFUSED: list[tuple[str, str]] = [
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*must be 2 numbers"),
     ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a valid tuple"),
     ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: must be 'none', 'bf16', .* or 'powersgd'"),
+    ("audit=0.5", "audit=0.5 and exact=false .*; exact=true"),
+    ("audit=2", "audit=2: must be less than or equal to 1"),
+    (
+        "audit=1 exact=true devices=2 strategy=pipeline",
+        "audit=1 and strategy=pipeline .*every piece passes all devices",
+    ),
     ("late=1 nonfinite=skip", "late=1 and nonfinite=skip .*other steps have built on it"),
     ("late=1 devices=2 strategy.compression=bf16", "late=1 and strategy.compression=bf16 .*sent by itself"),
     ("late=1 devices=2 strategy.average_every=2", "strategy.average_every=2 and late=1 .*no gradient is sent"),
@@ -216,6 +222,10 @@ def test_the_layout_alone_says_who_computes_what() -> None:
         ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
         ("late=2 precision=16-mixed", "late=2 and precision=16-mixed .*loss scale is one for all; bf16-mixed"),
+        (
+            "audit=1 exact=true compile=reduce-overhead",
+            "audit=1 and compile=reduce-overhead .*overwrites the gradients",
+        ),
         ("late=2 compile=reduce-overhead", "late=2 and compile=reduce-overhead .*overwrites the gradients"),
         (
             "devices=2 strategy.average_every=2 precision=16-mixed",

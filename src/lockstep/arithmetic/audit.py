@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import hash64
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A piece of a step that is computed again.
-
-    Attributes:
-        piece: its number in the step.
-        devices: who computes it (numbers over all nodes): its owner, the one that does so again, and where there is a
-            third one, who is asked when those two differ. A single device does so again itself.
-    """
+class Choice(NamedTuple):
+    """A piece of a step, and the devices (numbers over all nodes) that compute it: its owner, one that does so again (a
+    single one itself), and where there is a third one, who is asked when those two differ."""
 
     piece: int
     devices: tuple[int, ...]

@@ -6,7 +6,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -70,13 +70,7 @@ class Keeper:
         return self._said[what]
 
     def begin(
-        self,
-        card: Mapping[str, str],
-        layout: Layout,
-        restarts: int = 0,
-        timeout: float = JOINING,
-        fewer: bool = False,
-        left_out: Sequence[int] = (),
+        self, card: Mapping[str, str], layout: Layout, restarts: int = 0, timeout: float = JOINING, fewer: bool = False
     ) -> Place:
         """Waits for `layout.num_nodes` machines; then all begin a life of the run.
 
@@ -84,7 +78,6 @@ class Keeper:
             card: what must be the same on all machines, see lockstep.run.provenance.
             timeout: seconds of silence after which a machine counts as lost.
             fewer: those that are here are enough.
-            left_out: as of `Place`.
 
         Raises:
             Refusal: a machine differs.
@@ -114,7 +107,7 @@ class Keeper:
             self._cause = None
             self._at = bound(address)  # of a fresh store: what a life leaves in it can hang the next one
             machines, workers = len(self._taking_part) + 1, layout.world_size // layout.num_nodes
-            place = Place(0, machines, workers, restarts, address, self._at.getsockname()[1], left_out)
+            place = Place(0, machines, workers, restarts, address, self._at.getsockname()[1])
             for number, guest in enumerate(self._taking_part, 1):
                 guest.card = guest.outcome = None
                 guest.wire.send(begins=asdict(place) | {"machine": number})

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,6 @@ class Place:
     restarts: int  # lives before this one that failed
     address: str  # of the store at which the workers of all machines meet
     port: int
-    left_out: Sequence[int] = ()  # devices of each machine, by their number there, that have no worker
 
 
 class Wire:

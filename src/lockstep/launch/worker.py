@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import signal
 import time
 import traceback
@@ -60,10 +59,6 @@ def run(
         TORCHELASTIC_RUN_ID="lockstep",
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
     )
-    if place.left_out:
-        there = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(place.workers + len(place.left_out)))))
-        kept = [name for number, name in enumerate(there.split(",")) if number not in place.left_out]
-        export(CUDA_VISIBLE_DEVICES=",".join(kept))
     answer = Answer(Outcome("completed"))
     try:
         watchdog.join(local_rank)

@@ -170,16 +170,12 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 
 
 def make_trainer(
-    config: Config,
-    folder: Path,
-    callbacks: list[pl.Callback],
-    step: int = 0,
-    ledger: LedgerWriter | None = None,
-    audit: Audit | None = None,
-) -> pl.Trainer:
+    config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0, ledger: LedgerWriter | None = None
+) -> StepTrainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
     own = config.strategy.average_every is not None
+    audit = Audit(config.audit, config.seed, layout) if config.audit else None
     # one piece has no order to depend on
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
         make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, audit

@@ -12,6 +12,7 @@ from lockstep.callbacks import checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.callbacks.kept import steps_kept
 from lockstep.launch.atomic import same_file
+from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.group import of_rank_zero
 from lockstep.loading import Splits
 from lockstep.run.config import Config
@@ -39,15 +40,17 @@ def checkpoint_in(folder: Path) -> tuple[str | None, dict[str, Any]]:
         return str(best), checkpoint_io.load_together(best)
 
 
-def go_back(folder: Path, step: int) -> bool:
-    """Makes a run's last checkpoint the newest one of those kept that is of `step` steps at most, where it is not so
-    itself. Returns whether there is one."""
+def go_back(folder: Path, fault: WorkerFailed) -> None:
+    """Makes a run's last checkpoint the newest one of those kept that a device's fault has not spoilt.
+
+    Raises:
+        WorkerFailed: the fault; there is none.
+    """
     last = folder / "checkpoints" / "last.ckpt"
     for path in (last, *reversed(steps_kept(last.parent).values())):
-        if checkpoint_io.load(path)["global_step"] <= step:
-            same_file(path, last)
-            return True
-    return False
+        if checkpoint_io.load(path)["global_step"] <= fault.right:
+            return same_file(path, last)
+    raise fault
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any, cast
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed, outcome_of
-from lockstep.launch.environment import environment, external_workers
+from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.guest import Guest, KeeperLost
 from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.keeper import Keeper
@@ -88,13 +89,13 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
     under `elastic`, with fewer: without the machines that were lost, or with one worker fewer on each, at once without
     a device that has computed wrong. `pieces` stay, so every layout takes the same steps."""
     asked, now, restarts, left = config.layout, config, 0, config.max_restarts
-    devices = list(range(asked.devices))  # of each machine, that have a worker
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    devices = (named if len(named) >= asked.devices > 1 else list(map(str, range(asked.devices))))[: asked.devices]
     mine = card(config, splits) if asked.num_nodes > 1 else {}
     while True:
         wanted = replace(now.layout, num_nodes=asked.num_nodes)
         fewer = config.elastic and restarts > 0
-        left_out = sorted({*range(asked.devices)} - {*devices})
-        place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer, left_out)
+        place = meeting.begin(mine, wanted, restarts, config.machine_timeout, fewer)
         now = laid_out(config, place.machines, now.layout.devices)
         raised: BaseException | None = None
         try:
@@ -111,20 +112,22 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
             return result
         if not isinstance(raised, WorkerFailed):
             raise raised
-        from lockstep.run.continuation import go_back
-
         restarts += 1
         wrong = raised.without
-        if wrong and _saved(folder) is not None and not go_back(folder, raised.right):
-            raise raised
-        can_shrink = config.elastic and _saved(folder) is not None and len(wrong) < 2
+        if wrong and _saved(folder) is not None:
+            from lockstep.run.continuation import go_back
+
+            go_back(folder, raised)
+        known = not wrong or (len(wrong) == asked.num_nodes == 1)  # which one to go on without
+        can_shrink = config.elastic and _saved(folder) is not None and known
         if can_shrink and meeting.lost():
             print(f"{raised}; going on without it", file=sys.stderr)
         elif left and not (wrong and can_shrink):
             left -= 1
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
         elif can_shrink and len(devices) > 1:
-            del devices[wrong[0] % len(devices) if wrong else -1]
+            del devices[wrong[0] if wrong else -1]
+            export(CUDA_VISIBLE_DEVICES=",".join(devices))
             now = laid_out(config, now.layout.num_nodes, len(devices))
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)

@@ -32,7 +32,6 @@ from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.ledger import Ledger
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
-from lockstep.step.audit import Audit
 from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
@@ -66,8 +65,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
-    audit = Audit(config.audit, config.seed, config.layout) if config.audit else None
-    trainer = make_trainer(config, folder, callbacks, first, ledger, audit)
+    trainer = make_trainer(config, folder, callbacks, first, ledger)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -75,7 +73,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
         chosen = fast.describe(module, config.compile is not None)
-        begins = describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)
+        begins = [describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)]
+        if config.audit and config.layout.num_devices == 1:
+            begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
         for message in filter(None, begins):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
@@ -86,9 +86,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if ledger is not None:  # nothing was left to train, maybe
             ledger.mend()
         run.fitted()
-        if audit is not None:
-            run.metrics["audit/pieces"] = audit.pieces
-            LOG.info("audit: %s computed again, all the same bits", counted(audit.pieces, "piece"))
+        if trainer.audit:
+            run.metrics["audit/pieces"] = again = trainer.audit.pieces
+            LOG.info(f"audit: {counted(again, 'piece')} computed again, all the same bits")
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer

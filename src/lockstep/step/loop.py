@@ -47,6 +47,7 @@ class StepTrainer(pl.Trainer):
         self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False, **options: Any
     ) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
+        self.audit = gradients.audit
         self._signal_connector = _NoSignals(self)
         self._logger_connector = _StepLogs(self)
         made = self.fit_loop

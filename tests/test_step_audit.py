@@ -1,0 +1,160 @@
+"""`audit=`: runs in which one device computes wrong, once or from some step on, and clean ones without an alarm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Run, summary_of
+from own_runs import DDP, DP, jobs, same_bits, train
+
+from lockstep.arithmetic.audit import chosen, verdict
+from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.arithmetic.order import DataOrder
+
+pytestmark = pytest.mark.slow
+TRAINED = 81  # samples, in four steps an epoch
+AUDIT = ("exact=true", "audit=1", "checkpoint_every=1", "checkpoint_keep=-1")
+
+
+def layout(devices: int, strategy: str = "ddp") -> Layout:
+    return resolve(
+        strategy=strategy, accelerator="cpu", devices=devices, num_nodes=1, batch_size=24, pieces=6, exact=True
+    )
+
+
+def devices_of(on: Layout) -> list[tuple[int, ...]]:
+    """Who computes the piece that is computed again, its owner first, in each step of a run."""
+    order, found = DataOrder(TRAINED, on, 0), []
+    for step in range(8):
+        choice = chosen(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
+        assert choice is not None
+        found.append(choice.devices)
+    return found
+
+
+def flips(what: str, device: str, step: int, lasting: bool = False) -> list[str]:
+    told = {"_target_": "mine.Flips", "what": what, "device": device, "step": step, "lasting": str(lasting).lower()}
+    return [f"+callbacks.flips.{key}={value}" for key, value in told.items()]
+
+
+@pytest.fixture(scope="module")
+def clean(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT, "audit=0")
+
+
+def test_a_clean_run_says_so_and_keeps_its_bits_metrics_and_buffers(project: Path, tmp_path: Path) -> None:
+    options = ("exact=true", "precision=bf16-mixed", "audit=0,1", *DDP)
+    found = jobs(project, tmp_path, "Counts,mine.Buffers", *options)
+    for plain, audited in zip(found[::2], found[1::2], strict=True):
+        assert same_bits(plain, audited)
+        assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
+        assert "audit: 8 pieces computed again, all the same bits" in (audited.folder / "train.log").read_text()
+
+
+def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Path, tmp_path: Path) -> None:
+    on = (*AUDIT, "strategy=ddp", "devices=3", "-m")
+    told = flips("gradient", "0,1,2", 2, lasting=True)
+    runs = train(project, tmp_path / "gradient", "LitDigits", *on, *told, ok=False).jobs
+    told = flips("weight", "1", 2, lasting=True)
+    runs += train(project, tmp_path / "weight", "LitDigits", *on, *told, ok=False).jobs
+    for device, folder in zip([0, 1, 2, 1], runs, strict=True):
+        took_part = [step for step, devices in enumerate(devices_of(layout(3))) if device in devices[:2]]
+        seen, right = min(s for s in took_part if s >= 2), max([s + 1 for s in took_part if s < 2], default=0)
+        error = summary_of(folder)["error"]
+        which = "net.1.weight, ... (4 of 4" if folder is runs[-1] else "net.1.weight (1 of 4"
+        told = (
+            rf"step {seen + 1}, piece \d: rank {device} \(cpu on \S+\) computed a wrong gradient of {re.escape(which)} "
+        )
+        assert re.match(told + r"tensors\), and again when asked", error), error
+        assert f"; it was not applied, and checkpoints up to step {right} are as good as known" in error
+        assert max(steps_of(folder)) == seen
+
+
+def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
+    told = flips("message", "1", 2)
+    run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
+    said = "rank 1 failed: Damaged: step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    assert run.summary["error"].startswith(said), run
+    assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("on", "what", "device", "who"),
+    [
+        (DDP, "gradient", 1, "rank 1"),
+        (DP, "activation", 1, "device 1"),
+        (("devices=1",), "gradient", 0, "device 0"),
+    ],
+)
+def test_a_fault_that_passes_is_seen_and_not_applied(
+    project: Path, tmp_path: Path, clean: Run, on: tuple[str, ...], what: str, device: int, who: str
+) -> None:
+    run = train(project, tmp_path, "LitDigits", *AUDIT, *on, *flips(what, str(device), 1), ok=False)
+    error = run.summary["error"]
+    assert re.match(rf"step 2, piece 5: {who} \(cpu on \S+\) computed a wrong gradient of net.1.weight", error), run
+    assert "once: asked once more it was right; it was not applied, and checkpoints up to step 1 are as" in error
+    assert error in run.stderr
+    assert ("a fault that lasts is not seen" in run.stdout + run.stderr) == (who == "device 0")
+    assert (run.returncode, steps_of(run.folder)) == (1, {1})
+    last, same = (
+        torch.load(path, weights_only=True)["state_dict"]
+        for path in (run.folder / "checkpoints" / "last.ckpt", clean.folder / "checkpoints" / "step_1.ckpt")
+    )
+    assert all(torch.equal(last[name], value) for name, value in same.items())
+
+
+def test_of_two_devices_nobody_can_tell_which_goes_on_to_be_wrong(project: Path, tmp_path: Path) -> None:
+    on = ("elastic=true", *DDP)
+    run = train(project, tmp_path, "LitDigits", *AUDIT, *on, *flips("gradient", "1", 2, lasting=True), ok=False)
+    both = r"step 3, piece 3: rank 0 \(cpu on \S+\) or rank 1 \(cpu on \S+\) computed a wrong gradient"
+    assert re.match(both, run.summary["error"]), run
+    assert run.summary["restarts"] == 0, "one of them would go on"
+
+
+def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Path, tmp_path: Path, clean: Run) -> None:
+    """From the last checkpoint that it has not spoilt: the third step has the last one's fault in it."""
+    on = ("strategy=ddp", "devices=3", "elastic=true", *flips("gradient", "0,2", 2, lasting=True))
+    run = train(project, tmp_path, "LitDigits", *AUDIT, *on, "-m")
+    for folder, seen in zip(run.jobs, (3, 4), strict=True):
+        summary = summary_of(folder)
+        assert summary["weights_sha256"] == clean.summary["weights_sha256"]
+        assert (summary["restarts"], summary["layout"]["devices"]) == (1, 2)
+        assert f"step {seen}, piece" in run.stderr
+        assert "resumes after step 2" in (folder / "train.log").read_text()
+
+
+def steps_of(folder: Path) -> set[int]:
+    return {int(path.stem.partition("_")[2]) for path in folder.glob("checkpoints/step_*.ckpt")}
+
+
+@pytest.mark.parametrize(
+    ("results", "wrong", "still"),
+    [
+        ([(0, "x"), (1, "a"), (0, "a"), (1, "a")], [0], False),
+        ([(0, "a"), (1, "x"), (0, "a"), (1, "a"), (2, "a")], [1], False),
+        ([(0, "x"), (1, "a"), (0, "x"), (1, "a"), (2, "a")], [0], True),
+        ([(0, "x"), (1, "a"), (0, "y"), (1, "a")], [0], True),  # it comes to something else each time
+        ([(0, "x"), (1, "a"), (0, "x"), (1, "a")], [0, 1], True),
+        ([(0, "x"), (1, "a"), (0, "a"), (1, "a"), (2, "y")], [0, 2], True),
+        ([(0, "x"), (1, "y"), (0, "x"), (1, "y"), (2, "z")], [0, 1, 2], True),
+        ([(0, "x"), (0, "a"), (0, "a"), (0, "a")], [0], False),
+    ],
+)
+def test_verdict(results: list[tuple[int, str]], wrong: list[int], still: bool) -> None:
+    assert verdict(results) == (wrong, still)
+
+
+def test_the_share_of_steps_is_kept_and_no_device_is_left_out() -> None:
+    for devices in (1, 2, 3, 6):
+        on = layout(devices, "ddp" if devices > 1 else "single")
+        found = [chosen(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
+        there = [choice for choice in found if choice]
+        assert 900 < len(there) < 1100
+        assert {choice.piece for choice in there} == {0, 1, 3, 4, 5}
+        assert all(choice.piece in on.owned(choice.devices[0]) for choice in there)
+        assert {choice.devices[1] for choice in there} == set(range(devices))
+        assert all(len(set(choice.devices)) == min(devices, 3) for choice in there)
+    assert not any(chosen(0.0, 7, step, [4], layout(1, "single")) for step in range(99))
