@@ -204,14 +204,10 @@ def shown(value: Any) -> str:
 
 def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
     """Where training can go on from, by step: kept checkpoints of the ledger's steps, and the seed."""
-    folder = run / "checkpoints"
-    steps = {line["step"] for line in lines}
-    found: dict[int, Path | None] = {}
-    if folder.is_dir():
-        found |= {step: path for step, path in steps_kept(folder).items() if step in steps}
-    if lines[0]["step"] == 0:
-        found[0] = None
-    return found
+    folder, steps = run / "checkpoints", {line["step"] for line in lines}
+    kept = steps_kept(folder) if folder.is_dir() else {}
+    found: dict[int, Path | None] = {step: path for step, path in kept.items() if step in steps}
+    return found | ({0: None} if lines[0]["step"] == 0 else {})
 
 
 def choose(

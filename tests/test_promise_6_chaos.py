@@ -43,6 +43,23 @@ def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
     assert "PROBLEM weights_sha256" in done.stdout
 
 
+def test_bits_that_flip_in_silence_are_seen() -> None:
+    """A device that computes wrong from some step on, by the audit; a checkpoint, by verify.py."""
+    done = forked(CHAOS, "--silent", "--faults=2", "--seed=135")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 faults" in done.stdout
+    assert "computed a wrong gradient" in done.stdout
+    assert "is not what its ledger says" in done.stdout
+
+
+def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:
+    """The control: a wrong gradient without an audit, in a run that nobody verifies."""
+    done = forked(CHAOS, "--silent", "--faults=1", "--control", "--seed=13", "audit=0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PROBLEM" in done.stdout
+    assert "not seen" in done.stdout
+
+
 @pytest.fixture
 def machines() -> None:
     try:

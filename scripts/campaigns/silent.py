@@ -107,6 +107,8 @@ class Silent:
         fault |= {"step": self.random.randint(2, self.length // 2), "seed": self.random.randrange(10**6)}
         fault["bits"] = self.random.choice((1, 1, 3))
         code, folder = self._run([*LAYOUT, *(f"+callbacks.flips.{key}={value}" for key, value in fault.items())])
+        if not (folder / NAME).exists():
+            raise SystemExit(f"{folder}: nothing was struck, exit code {code}")
         at, said = json.loads((folder / NAME).read_text()), summary(folder)["error"] or ""
         where = f"{place}, {how}: rank {at['rank']}, step {at['step']}, {fault['bits']} bits of {at['name']}"
         by, steps, right = "unseen", 0, None
@@ -141,8 +143,9 @@ class Silent:
         self.runs += 1
         with closing(Life([*self.job, f"outputs={home}", *overrides])) as life:
             life.wait(3600)
-            (folder,) = home.glob("*/*")
-            return life.code, folder
+            for folder in home.glob("*/*"):
+                return life.code, folder
+            raise SystemExit(f"no run: {life.text}")
 
     def _verified(self, folder: Path) -> str:
         """What verify.py finds wrong in the steps of a run."""
