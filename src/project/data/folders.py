@@ -32,16 +32,7 @@ def image_folder(
     split_seed: int = 0,
 ) -> Source:
     """Images under `<data_dir>/train/<class>/`, and `test/` or `val/` or both beside it; without `test/` nothing is
-    tested. Or all of them under `<data_dir>/<class>/`: these are split.
-
-    Args:
-        image_size: pixels; images are resized and cropped to it.
-        channels: 3 (RGB) or 1 (grey).
-        mean: per channel, of pixels in 0..1; None: ImageNet's.
-        std: likewise.
-        val_fraction: share of each class that is held out for validation, where all are split.
-        test_fraction: likewise, for the test.
-        split_seed: which ones.
+    tested. Or all of them under `<data_dir>/<class>/`: these are split. conf/data/image_folder.yaml tells the options.
 
     Raises:
         Refusal: folders or images that are missing, differ in their classes, or can't be read.

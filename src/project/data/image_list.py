@@ -30,9 +30,7 @@ def image_list(
 ) -> Source:
     """Images that a CSV file lists, in its columns `path` (relative to the file's folder) and `label`. A third one,
     `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
-
-    Args:
-        csv: the file. The others are image_folder's.
+    conf/data/image_list.yaml tells the options.
 
     Raises:
         Refusal: the file, a column, a path or a label is missing; or there is only one class.

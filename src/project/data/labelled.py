@@ -27,7 +27,7 @@ PARTS = ("train", "val", "test")  # as folders and columns call them
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
 
 
-@dataclass
+@dataclass(eq=False)
 class LabelledFiles:
     """Images that are decoded when they are asked for: the short side becomes `image_size`, the middle is kept.
     Transforms get them whole."""
