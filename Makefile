@@ -5,6 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.from-lock
 UV     := $(BIN)/uv pip
 BESIDE := -n 2 --dist worksteal # two tests at a time; ARGS="-n 0": one after the other, in this process
+unexport PYTHONDONTWRITEBYTECODE # uv leaves it to Python to compile what is imported, once
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -20,9 +21,10 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "installing into .venv: a minute or two the first time, a few GB (PyTorch brings its CUDA libraries)"
 	@sed -n '/^uv==/,/# via/p' requirements.lock | $(BIN)/python -m pip install --quiet --require-hashes -r /dev/stdin
-	@$(UV) install --python $(BIN)/python --quiet --require-hashes --compile-bytecode -r requirements.lock || { echo "uv can't, so pip does it"; \
+	@$(UV) install --python $(BIN)/python --quiet --require-hashes -r requirements.lock || { echo "uv can't, so pip does it"; \
 	    $(BIN)/python -m pip install --quiet --require-hashes -r requirements.lock; }
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -c 'import lockstep.run.training' # it works, and its bytecode is there
 	@touch $@
 
 train: setup ## train, e.g. make train ARGS="strategy=ddp devices=2"
