@@ -30,7 +30,7 @@ def our_pyplot() -> Any:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    look = {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "axes.spines.top": False}
+    look: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "axes.spines.top": False}
     look |= {"axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 8, "savefig.dpi": 130}
     pyplot.rcParams.update(look | {"figure.constrained_layout.use": True})
     return pyplot
