@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import CUDA_VISIBLE_DEVICES, Program, apart
-from parts.traces import traced
+from traces import traced
 
 pytestmark = pytest.mark.skipif(not CUDA_VISIBLE_DEVICES, reason="there is no GPU")
 

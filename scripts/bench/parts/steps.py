@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from parts.players import OPPONENTS, TRAIN, Command, Outcome, Row, play, row
-from parts.traces import traced
 
 LR = 0.01
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
@@ -120,8 +119,8 @@ def ratios(
 
 
 def pieces(folder: Path) -> list[Row]:
-    """What cutting a step costs: 8 pieces against one, exact sums against plain ones, and how often ranks talk."""
-    return [*(line for case in PIECES_CASES for line in _pieces(case, folder)), _all_reduces(folder)]
+    """What cutting a step costs: 8 pieces against one, and exact sums against plain ones."""
+    return [line for case in PIECES_CASES for line in _pieces(case, folder)]
 
 
 def _pieces(case: Case, folder: Path) -> list[Row]:
@@ -145,15 +144,6 @@ def _pieces(case: Case, folder: Path) -> list[Row]:
         row(f"{what}: {end}", one["exact"], one["pieces"], exact_goal),
         row(f"{what.replace('one device', 'ddp on 2')}: {end}", two["exact"], two["pieces"], exact_goal),
     ]
-
-
-def _all_reduces(folder: Path) -> Row:
-    """All-reduces of an optimizer step under ddp on 2."""
-    data = [f"data.{key}={value}" for key, value in (COLOURED | {"samples": 5000}).items()]
-    asked = ["model=resnet18", "data=synthetic", *data, "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
-    many, few = (traced([*asked, f"pieces={n}"], folder).get("gloo:all_reduce", 0) for n in (PIECES, 2))
-    what = f"resnet18, ddp on 2: all-reduces of a step, {PIECES} pieces against 2"
-    return Row(what, many, few, many / few, 1.0, unit="")
 
 
 def scaling(folder: Path) -> list[Row]:
