@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import numpy as np
 import torch
-from common.showing import find_pyplot, style
+from common.showing import our_pyplot, style
 from network.collectives import SUMS
 from network.link import Cost, Link, bits_per_second
 from network.machines import Machines, NoMachines
@@ -182,11 +182,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def draw(rows: list[Row], path: Path, title: str) -> None:
-    """Measured and predicted times by the number of workers; nothing without matplotlib."""
-    pyplot = find_pyplot()
-    if pyplot is None:
-        return
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    """Measured and predicted times by the number of workers."""
+    figure, axes = our_pyplot().subplots(figsize=(8, 5))
     for number, way in enumerate(SUMS):
         mine = [row for row in rows if row.way == way]
         counts = [row.workers for row in mine]
@@ -196,7 +193,7 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
         axes.plot(counts, [row.predicted for row in mine], **dashed)
     axes.set(xlabel="workers", ylabel="seconds (dashed: predicted)", title=title, ylim=(0, None), xticks=counts)
     axes.legend()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

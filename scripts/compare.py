@@ -54,14 +54,12 @@ def main() -> int:
         print(against)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        plots = draw(found.groups, folder) + (by_key.draw(lines, given.by, folder) if lines else [])
+        plots = draw(found.groups, folder) + ([by_key.draw(lines, given.by, folder)] if lines else [])
         found.write(folder, plots, against)
     except OSError as error:
         print(f"error: {error.filename or folder}: {error.strerror}", file=sys.stderr)
         return 2
     written = ", ".join(["compare.md", "compare.json", *plots])
-    if not plots:
-        print("no plots: they need matplotlib, and runs that were completed", file=sys.stderr)
     console.print(f"{os.path.relpath(folder)}: {written}", markup=False, soft_wrap=True)
     return 0
 

@@ -163,8 +163,8 @@ def judge_layouts(
     console.print(table(rows))
     console.print(text, highlight=False)
     write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
-    plotted = plot(rows, tolerance, folder / "parity.png")
-    console.print(f"{folder}: parity.json{', parity.png' * plotted}", highlight=False, soft_wrap=True)
+    plot(rows, tolerance, folder / "parity.png")
+    console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
     blind = [row.layout for row in rows if row.kind == "control" and not row.passed]
     failed = [f"{row.layout} ({row.kind})" for row in rows if row.kind != "control" and not row.passed]
     if blind:

@@ -35,8 +35,8 @@ from lockstep.run.summary import summary_of
 
 MIB = 1 << 20
 PORT = 29501
-COLUMNS = ("link", "way", "ms a step", "its samples", "ms a sample (quartiles)", "samples per second, of the first's")
-COLUMNS += ("waits", "sent, MiB a step", "held, MiB", "process, MiB")
+COLUMNS = ["link", "way", "ms a step", "its samples", "ms a sample (quartiles)", "samples per second, of the first's"]
+COLUMNS += ["waits", "sent, MiB a step", "held, MiB", "process, MiB"]
 
 
 @dataclass

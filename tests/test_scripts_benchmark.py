@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from conftest import forked
-from parts import traces
 from parts.players import OPPONENTS, play
+from traces import per_step, traced
 
 PLAYER = """
 import sys, time
@@ -64,7 +64,7 @@ def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
     steps = [event(f"ProfilerStep#{number}", 10.0 * number) for number in (1, 2, 3)]
     others = [event("ProfilerStep#1", 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
     reduced = [event("gloo:all_reduce", at) for at in (5, 15, 16, 25, 26, 31, 32, 33, 45)]
-    found = traces.per_step([*steps, *others, *reduced, event("once", 15)])
+    found = per_step([*steps, *others, *reduced, event("once", 15)])
     assert (found["gloo:all_reduce"], found["once"]) == (2, 0)
 
 
@@ -72,7 +72,7 @@ def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
 @pytest.mark.usefixtures("forked_commands")
 def test_ranks_talk_as_often_with_more_pieces(tmp_path: Path) -> None:
     asked = ["data=synthetic", "strategy=ddp", "devices=2", "batch_size=16", "threads=1"]
-    found = [traces.traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
+    found = [traced([*asked, f"pieces={pieces}"], tmp_path)["gloo:all_reduce"] for pieces in (2, 8)]
     assert found[0] == found[1] >= 1
 
 

@@ -23,6 +23,7 @@ from lockstep.launch import machine
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.library import compose
+from lockstep.run.training import check_sizes
 from lockstep.step.strategies.ddp import DistributedDataParallel
 
 TINY = replace(
@@ -159,3 +160,13 @@ def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
             assert ("SyncBatchNorm layers only work with GPU modules" in told) == asked
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 8)
+    asked = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
+    for tail in (0, 16, 31):
+        check_sizes(asked, 96 + tail)
+    with pytest.raises(Refusal, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
+        check_sizes(asked, 96 + 11)
+    check_sizes(check(compose("devices=8", "pieces=16", "batch_size=32")), 96 + 11)

@@ -37,12 +37,11 @@ from lockstep.run.checks import ROOT, unknown
 from lockstep.run.summary import git_info, write_summary
 
 OUTPUTS = "OUTPUTS"  # in a command: a folder that its trial has for itself
-TASK = ("data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128")
-TASK += ("max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60")
-EXACT = ("exact=true", "pieces=4", "model.dropout=0.3")
+TASK = ["data=synthetic", "data.samples=600", "data.image_size=16", "data.augment={crop:2,flip:true}", "batch_size=128"]
+TASK += ["max_steps=8", "scheduler=constant", "logger=none", "threads=1", "hang_timeout=60"]
+EXACT = ["exact=true", "pieces=4", "model.dropout=0.3"]
 LAYOUTS = {
     "one device": "devices=1",
-    "4 pieces": "devices=1 pieces=4",
     "4 pieces, exact": "devices=1 pieces=4 exact=true",
     "ddp": "strategy=ddp",
     "ddp, bf16 on the wire": "strategy=ddp strategy.compression=bf16",
@@ -54,8 +53,7 @@ LAYOUTS = {
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
 # Two ranks of one GPU: NCCL refuses that, gloo takes tensors that lie there.
 BY_GLOO = """
-import runpy, sys
-import torch.distributed as dist
+import runpy, sys, torch.distributed as dist
 start = dist.init_process_group
 dist.init_process_group = lambda backend, **options: start(backend.replace("nccl", "gloo"), **options)
 sys.argv = sys.argv[1:]
@@ -141,28 +139,24 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Ro
                         each.wait()
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
-        summaries = sorted(Path(outputs).rglob("summary.json"), key=lambda path: path.stat().st_mtime)
-        digests = [json.loads(path.read_text()).get("weights_sha256") for path in summaries]
+        digests = [json.loads(file.read_text()).get("weights_sha256") for file in Path(outputs).rglob("summary.json")]
     said = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
     sha256 = next(filter(None, digests), None)
-    good, verdict = codes == [trial.code] * len(codes), said
-    if not good:
+    if codes != [trial.code] * len(codes):
         refused = trial.part == "layouts" and codes == [2]
-        good, verdict = refused, f"refused: {said}" if refused else f"EXIT {codes}: {said}"
-    elif trial.task:
+        return row(f"refused: {said}" if refused else f"EXIT {codes}: {said}", refused)
+    if trial.task:
         same = sha256 == bits.setdefault(trial.task, sha256)
-        good, verdict = same != trial.differs and sha256 is not None, "the same bits" if same else "other bits"
-    elif "src/train.py" in trial.commands[0][0] and not trial.code:
-        verdict = next((line for line in lines if line.endswith(" fits") or " fits, " in line), "completed")
-    return row(verdict, good, sha256)
+        return row("the same bits" if same else "other bits", same != trial.differs and sha256 is not None, sha256)
+    return row(said if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
 
 
 def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> None:
     """gpu_day.md, for people, and gpu_day.json."""
     folder.mkdir(parents=True, exist_ok=True)
     bad = [f"{row['part']}, {row['trial']}" for row in rows if not row["good"]]
-    lines = ["# A day on a GPU", "", *(f"- {line}" for line in machine), ""]
-    lines += [f"{len(rows) - len(bad)} of {len(rows)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
+    lines = ["# A day on a GPU", "", *(f"- {line}" for line in machine)]
+    lines += ["", f"{len(rows) - len(bad)} of {len(rows)} as promised; not: {'; '.join(bad) or 'none'}.", ""]
     lines += ["| part | trial | | verdict | s | weights |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = (row["part"], row["trial"], "" if row["good"] else "**NOT**", row["verdict"].replace("|", "\\|"))
@@ -190,7 +184,7 @@ def main() -> int:
     parts, kept = options.parts or list(known), options.to / "gpu_day.json"
     rows: list[Row] = json.loads(kept.read_text())["rows"] if kept.exists() else []
     rows = [row for row in rows if row["part"] not in parts]
-    machine = [*facts(), f"commit {(git_info() or {}).get('commit')}"]
+    machine = [*facts(), f"commit {dict(git_info() or {}).get('commit')}"]
     bits: dict[str, str | None] = {}
     end = time.monotonic() + 60 * options.minutes
     for trial in (each for each in listed if each.part in parts):

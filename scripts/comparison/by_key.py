@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from common.showing import find_pyplot, style
+from common.showing import our_pyplot, style
 from comparison.groups import Group, brief
 
 from lockstep.arithmetic.layout import Refusal
@@ -48,12 +48,10 @@ def _cell(accuracy: Sequence[float]) -> str:
     return f"{fmean(accuracy):.4f}{spread}" if accuracy else ""
 
 
-def draw(found: Lines, key: str, folder: Path) -> list[str]:
-    """Returns the file's name; none where there is no matplotlib."""
-    pyplot = find_pyplot()
-    if pyplot is None:
-        return []
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+def draw(found: Lines, key: str, folder: Path) -> str:
+    """Returns the file's name."""
+    pyplot = our_pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
     values = sorted({value for points in found.values() for value in points})
     for number, (label, points) in enumerate(found.items()):
         at = [values.index(value) for value in points]
@@ -63,10 +61,8 @@ def draw(found: Lines, key: str, folder: Path) -> list[str]:
         axes.errorbar(at, means, yerr=ends, capsize=3, label=label, **style(number))
     axes.set_xticks(range(len(values)), [brief(value) for value in values])
     axes.set(xlabel=key, ylabel="test accuracy: mean, and from the least to the most")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend()
     name = f"by_{key.rpartition('.')[2]}.png"
-    figure.savefig(folder / name, dpi=130)
+    figure.savefig(folder / name)
     pyplot.close(figure)
-    return [name]
+    return name

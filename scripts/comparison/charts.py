@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.showing import find_pyplot, style
+from common.showing import our_pyplot, style
 from comparison.curves import Curve
 from comparison.groups import Group
 
-pyplot = find_pyplot()
+pyplot = our_pyplot()
 MOST = 12  # groups in a plot of curves; the most accurate ones
 GRID = 200  # points of a mean over seeds
 DECADE = 10  # from the least to the most, from which on an axis is logarithmic
@@ -20,9 +20,7 @@ WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind a numb
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """Draws what the groups have data for; returns the files' names, none where there is no matplotlib."""
-    if pyplot is None:
-        return []
+    """Draws what the groups have data for; returns the files' names."""
     shown = [group for group in groups if group.completed]
     styles = {id(group): style(number) for number, group in enumerate(shown)}
     best = sorted(shown, key=lambda group: -(group.mean("metrics", "test/acc") or 0))[:MOST]
@@ -43,7 +41,7 @@ def draw(groups: Sequence[Group], folder: Path) -> list[str]:
 
 
 def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, path: Path) -> None:
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     names = {"samples": "samples seen", "seconds": "seconds of training, validation included"}
     for panel, axis in zip(panels, names, strict=True):
         for number, group in enumerate(groups):
@@ -51,8 +49,6 @@ def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: st
             _mean(panel, curves, axis, group.label, styles[id(group)], number / len(groups))
         panel.set(xlabel=names[axis])
         panel.set_xlim(left=0)
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0].locator_params(axis="x", nbins=5)
     panels[0].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel(tag)
@@ -63,8 +59,8 @@ def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: st
     several = any(len(group.completed) > 1 for group in groups)
     figure.suptitle(title + (": mean over seeds, and from the least to the most" if several else ""))
     columns = max(1, min(6, 120 // (6 + max(map(len, labels)))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    figure.savefig(path)
     pyplot.close(figure)
 
 
@@ -91,7 +87,7 @@ def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict
 def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     """Samples per second; how well devices are used stands in the table."""
     measured = [group for group in groups if group.mean("throughput", "samples_per_second")]
-    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(measured)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(measured)))
     speeds = [group.values("throughput", "samples_per_second") for group in measured]
     means = [float(np.mean(values)) for values in speeds]
     ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
@@ -105,9 +101,7 @@ def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
     axes.set_yticks(range(len(measured)), [group.label for group in measured], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.18)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(False, axis="y")
     figure.suptitle("Speed")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path)
     pyplot.close(figure)

@@ -78,18 +78,14 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     resumed = outcome(dp, exact=True, begun_on=three)
     same = resumed.sha256 == exact.sha256 and evaluation(resumed) == evaluation(exact)
     rows.append(Row("resumed", dp, "", "same bits" if same else "DIFFERENT", same, same_bits=same))
-    plain = run(Trial("", layouts[one], whole=True), *_plain(prepared, steps), folder / "without")
+    without, bare = prepared([])
+    plain = run(Trial("", layouts[one], whole=True), without, steps, bare, folder / "without")
     rows.append(replace(judge("control", (one, ""), plain, reference, tolerance), kind="without"))
     for word, fault in BY_RANK.items():
         if any(override.startswith(word) for override in overrides):
             row = judge("control", (two, ""), outcome(two, fault), reference, tolerance)
             rows.append(replace(row, kind="by rank"))
     return rows
-
-
-def _plain(prepared: Prepared, steps: int) -> tuple[Changes, int, Splits]:
-    raw, splits = prepared([])
-    return raw, steps, splits
 
 
 def table(found: Mapping[str, Sequence[Row]]) -> Table:

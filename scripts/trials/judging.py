@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, find_pyplot
+from common.showing import BLUE, GREEN, GREY, PURPLE, VERMILION, our_pyplot
 from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
@@ -163,15 +163,13 @@ STYLES = {  # colour, line, what the legend says
 }
 
 
-def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
-    """The difference of the weights over the steps; False without matplotlib."""
-    pyplot = find_pyplot()
-    if pyplot is None:
-        return False
+def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> None:
+    """The difference of the weights over the steps."""
+    pyplot = our_pyplot()
     shown = [(row, row.distances.weights_curve) for row in rows if row.distances and row.verdict != "reference"]
     seen = np.concatenate([*(curve for _, curve in shown), tolerance.weights_curve])
     steps = np.arange(1, len(tolerance.weights_curve) + 1)
-    figure, axes = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4.8))
     known = set()
     marks = iter("osD^vP")  # of the controls
     for row, curve in shown:
@@ -187,9 +185,6 @@ def plot(rows: Sequence[Row], tolerance: Distances, path: Path) -> bool:
     axes.set_yscale("symlog", linthresh=10 ** np.floor(np.log10(seen[seen > 0].min())), linscale=0.5)
     axes.set(xlabel="optimizer step", ylabel="relative difference of the weights", ylim=(0, None))
     axes.locator_params(axis="x", integer=True)
-    axes.grid(color="#E4E4E4")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(path)
     pyplot.close(figure)
-    return True

@@ -53,10 +53,10 @@ class Record(pl.Callback):
         self.probes: list[NDArray[Any]] = []
         self.gradients: dict[str, NDArray[Any]] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         if self.fault == "permuted" and stage == "fit":
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            data.order = replace(data.order, seed=data.order.seed + 1)
+            order = trainer.datamodule.order
+            trainer.datamodule.order = replace(order, seed=order.seed + 1)
         elif self.fault in BY_RANK and stage == "fit":
             _ask_rank(trainer, self.fault)
 
@@ -86,10 +86,10 @@ class Record(pl.Callback):
             self.gradients = {name: _numpy(gradient) for name, gradient in strategy.gathered(named).items()}
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         own = batch.num_local_samples  # of a short step, a rank may have none
-        if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:  # type: ignore[attr-defined]
+        if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:
             own = 0  # a stage's are rank zero's
         self.losses.append((float(outputs["loss"]) * own if own else 0.0, batch.samples))
         state = trainer.strategy.lightning_module_state_dict()

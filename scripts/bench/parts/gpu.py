@@ -1,4 +1,4 @@
-"""On a GPU: a step against bare loops, what each option gains, and how often a step waits for the GPU.
+"""On a GPU: a step against bare loops, and what each option gains.
 
 All sides of a case hold their memory at once: about 70 GB for resnet18 with 1,024 images. `measure` takes a device, so
 that a test runs it on a CPU.
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from parts.players import OPPONENTS, Row
 from parts.steps import BF16, CASES, COLOURED, SMALL, Case, Pair, make_task, ratios
-from parts.traces import traced
 
 LIMITS = (0.1, 0.5)  # most that weights may differ: float32 (convolutions in TF32, kernels chosen by timing), bf16
 GPU_CASES = [
@@ -44,13 +43,11 @@ PAIRS: list[Pair] = [
     ("compile=reduce-overhead against false", "compile=reduce-overhead", "ours", None),
     ("tuned, against the tuned loop", "bf16, tuned", "bare, bf16, tuned", 1.03),
 ]
-WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStreamSynchronize", "cuCtxSynchronize")
 
 
 def gpu(folder: Path) -> list[Row]:
-    """All cases, and how often each waits."""
-    lines = [line for case in GPU_CASES for line in measure(case, folder)]
-    return lines + [synchronisations(case, folder) for case in GPU_CASES]
+    """All cases."""
+    return [line for case in GPU_CASES for line in measure(case, folder)]
 
 
 def measure(case: Case, folder: Path, device: str = "cuda", ours: Mapping[str, tuple[str, ...]] = OURS) -> list[Row]:
@@ -65,14 +62,3 @@ def measure(case: Case, folder: Path, device: str = "cuda", ours: Mapping[str, t
     sides = {side: [[*command, *options]] for side, options in ours.items()}
     sides |= {side: [[*loop, *options]] for side, options in BARE.items()}
     return ratios(case, sides, [pair for pair in PAIRS if {*pair[1:3]} <= {*sides}], folder, task)
-
-
-def synchronisations(case: Case, folder: Path, *overrides: str) -> Row:
-    """How often the host waits for the GPU in a step of train.py; no dashboard point is due. The wait for an event that
-    was recorded one step before (`nonfinite=stop`) is none."""
-    asked = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
-    asked += [f"batch_size={case.batch}", "log_every=1000000", "threads=1", *overrides]
-    happened = traced(asked, folder)
-    waited = sum(happened.get(name, 0) for name in WAITING)
-    what = f"{case.model}, batch {case.batch}: host-device synchronisations of a step"
-    return Row(what, waited, 0.0, waited, 0.0, unit="")

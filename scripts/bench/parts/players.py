@@ -168,10 +168,3 @@ def row(what: str, ours: Sequence[float], other: Sequence[float], goal: float | 
     ratios = [a / b for a, b in zip(ours, other, strict=True)]
     lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Row(what, median(ours), median(other), median(ours) / median(other), goal, spread=(lower, upper), **more)
-
-
-def faster(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:
-    """A row whose ratio says how many times as fast ours is."""
-    turned = row(what, other, ours, goal, at_least=True, **more)
-    turned.ours, turned.other = turned.other, turned.ours
-    return turned

@@ -202,7 +202,9 @@ class DataModule(pl.LightningDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            x = x.to(dtype)
+            x = x.to(
+                dtype, copy=x.is_cuda
+            )  # kernels are chosen by alignment, and a view of a gather may begin anywhere
         return (x, *rest)
 
     def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:

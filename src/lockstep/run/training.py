@@ -44,15 +44,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
     started = time.perf_counter()
     rank = fast.set_up_worker(config, folder)
-    if config.layout.batch_size > len(splits.train):
-        there = counted(len(splits.train), "sample")
-        raise Refusal(f"batch_size={config.layout.batch_size}: a step has {there} at most, as many as the training set")
-    tail, pieces = len(splits.train) % config.layout.batch_size, config.layout.pieces
-    if config.strategy.sync_batchnorm and 0 < tail < pieces:
-        sizes = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces"
-        raise Refusal(
-            f"strategy.sync_batchnorm=true: {sizes}, and ranks would wait for one without; another batch_size"
-        )
+    check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
@@ -116,6 +108,17 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
                 run.finish("failed", f"{type(error).__name__}: {error}")
         raise
     return run.finish("completed", None)
+
+
+def check_sizes(config: Config, samples: int) -> None:
+    """Refuses steps that a training set of so many samples does not fill."""
+    size, pieces = config.layout.batch_size, config.layout.pieces
+    if size > samples:
+        there = counted(samples, "sample")
+        raise Refusal(f"batch_size={size}: a step has {there} at most, as many as the training set")
+    if config.strategy.sync_batchnorm and 0 < (tail := samples % size) < pieces:
+        why = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
+        raise Refusal(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
 
 
 def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:

@@ -42,9 +42,7 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
-    torch._dynamo.config.optimize_ddp = (
-        False  # would cut a network at DDP's buckets: here it sums in a step's last pass
-    )
+    torch._dynamo.config.optimize_ddp = False  # it cuts a network where DDP's buckets end: no gain, where pieces add up
     compiling = ExitStack()
     torch._dynamo.on_compile_start(lambda _: compiling.enter_context(patient()))
     torch._dynamo.on_compile_end(lambda _: compiling.close())
