@@ -53,7 +53,7 @@ class Pictures(Callback):
         self._mistakes: Mistakes
 
     def _listen(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not boards(trainer):
+        if trainer.sanity_checking or not boards(trainer):
             return
         spec = trainer.datamodule.splits.spec  # type: ignore[attr-defined]
         shared = trainer.datamodule.layout.replicas > 1  # type: ignore[attr-defined]

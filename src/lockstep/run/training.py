@@ -82,6 +82,11 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if ledger is not None:  # nothing was left to train, maybe
             ledger.mend()
         run.fitted()
+        if trainer.should_stop and trainer.global_step < steps and rank == 0:
+            reasons = filter(None, (getattr(each, "stopping_reason_message", None) for each in callbacks))
+            LOG.info(
+                "ended early, after step %d of %d: %s", trainer.global_step, steps, next(reasons, "a callback's wish")
+            )
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
