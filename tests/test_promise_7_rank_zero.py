@@ -134,6 +134,16 @@ def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: s
     run = run_train(*SHORT, "scheduler=plateau", f"++{monitor}", ok=False)
     assert run.returncode == 2, str(run)
     assert re.search("^error: .*val/x.*val/acc", run.stderr.splitlines()[-1])
+    assert not run.folders, "it is known before the first step"
+
+
+def test_a_run_that_is_refused_late_keeps_what_it_has_trained(run_train: Program) -> None:
+    stopping = "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: train/x}"
+    run = run_train(*SHORT, f"++{stopping}", ok=False)
+    assert (run.returncode, run.summary["status"]) == (2, "failed"), str(run)
+    again = run_train(f"resume={run.folder}", "callbacks.stopping.monitor=train/loss")
+    assert f"resumes after step {run.summary['steps']}" in again.stderr
+    assert run_train(*SHORT).summary["weights_sha256"] == again.summary["weights_sha256"]
 
 
 def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:
@@ -154,7 +164,7 @@ def test_a_grid_is_refused_before_its_first_job(run_train: Program) -> None:
     run = run_train(*TINY, "lr=0.01,0.1,-1", "strategy=dp,ddp", "-m", ok=False)
     assert run.returncode == 2, str(run)
     assert re.fullmatch(r"error: lr=-1: must be .* \(job 4: lr=-1 strategy=dp\)\n", run.stderr), run.stderr
-    assert not list(run_train.outputs.rglob("sweeps/*")), "no folder is left"
+    assert not list(run_train.outputs.glob("*")), "no folder is left"
 
 
 # Workers that exist already, and several machines
@@ -200,6 +210,14 @@ def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
     assert told == ["[1 of 2] job 0 completed", "[2 of 2] job 1 completed"]
     assert "completed" not in other.stderr
     assert store.num_keys() > 0
+
+
+def test_bad_input_of_torchruns_workers_leaves_nothing(run_train: Program) -> None:
+    options = (*TINY, "strategy=ddp", "devices=2", "data.augment={crop:99}")
+    runs = [run_train.finish(worker) for worker in [run_train.start(*options, env=each) for each in of_torchrun()]]
+    assert [run.returncode for run in runs] == [2, 2], "\n".join(map(str, runs))
+    assert all("error: data.augment.crop=99: " in run.stderr for run in runs)
+    assert not list(run_train.outputs.glob("*"))
 
 
 def two_machines(program: Program, *options: str) -> list[Any]:

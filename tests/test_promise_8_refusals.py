@@ -134,6 +134,9 @@ REFUSED: list[tuple[str, str]] = [
     ("+debug.trainer.benchmark=true exact=true", "debug.trainer.benchmark=true and exact=true don't go together"),
     ("+debug.one_bacth=true", "debug.one_bacth: there is no such key; did you mean one_batch"),
     ("data._target_=open", "data._target_=open: must be a dotted path"),
+    ("scheduler.interval=foo", "scheduler.interval=foo: must be 'step' or 'epoch'"),
+    ("optimizer.lr_scale=0.1", "optimizer.lr_scale=0.1: must be a valid dictionary"),
+    ("model=torchvision model.options=[1]", r"override model.options=\[1\]: Cannot merge DictConfig with ListConfig"),
     ("+model.net._target_=nowhere.Net", "model.net._target_=nowhere.Net: there is no module nowhere"),
 ]
 
@@ -312,6 +315,14 @@ EARLY = [
 LATE = [
     ("data=synthetic data.samples=20", "batch_size=64: a step has 18 samples at most, as many as the train.*"),
     ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "optimizer: Invalid beta parameter at index 0: 2"),
+    ("model.freeze=null", "model.freeze=null: must be an instance of Sequence"),
+    ("callbacks=early_stopping callbacks.early_stopping.mode=up", "callbacks.early_stopping: `mode` can be min, max, "),
+    ("callbacks.console.line_seconds=x", "callbacks.console.line_seconds=x: must be a valid number"),
+    ("+debug.trainer.limit_val_batches=-1", "debug.trainer: You have passed invalid value -1"),
+    (
+        "callbacks=unfreeze callbacks.unfreeze.epoch=2 model.freeze=[net.conv*] max_steps=30",
+        "epoch=2: begins after step ",
+    ),
 ]
 
 

@@ -18,6 +18,7 @@ from wandb.proto import wandb_internal_pb2
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import check
+from lockstep.run.loggers import make_loggers
 
 Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
@@ -92,6 +93,14 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else there(name))
     with pytest.raises(Refusal, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
         check(composed("logger=[csv,wandb]"))
+
+
+def test_a_damaged_list_of_trackers_is_refused(tmp_path: Path) -> None:
+    config = check(composed("logger=csv"))
+    assert make_loggers(config, tmp_path, 0)  # the control
+    (tmp_path / "loggers.json").write_text('{"title": "lr=')
+    with pytest.raises(Refusal, match=r"loggers.json: damaged; without it trackers begin a run of their own$"):
+        make_loggers(config, tmp_path, 0)
 
 
 def test_a_tracker_that_can_not_be_opened_is_told_in_a_line(run_train: Program) -> None:

@@ -81,7 +81,8 @@ def test_any_optimizer_by_hydras_convention(
             ["optimizer._target_=torch.optim.Rprop"],
             r"\(~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay\)",
         ),
-        (["optimizer.momentum=null"], r"^optimizer: SGD\(lr=0.03, momentum=null, "),
+        (["optimizer.momentum=null"], "^optimizer.momentum=null: must be a valid number$"),
+        (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.03, betas=x, "),
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must lie in 0\.\.20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
@@ -97,9 +98,20 @@ def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
 
 def test_a_schedule_of_a_metric_names_it() -> None:
     with pytest.raises(Refusal, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
-        rates(offered("scheduler=plateau", "~scheduler.monitor"), 1)
+        offered("scheduler=plateau", "~scheduler.monitor")
     with pytest.raises(Refusal, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
-        rates(offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step"), 1)
+        offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step")
+    for late, says in (
+        (
+            ["scheduler.interval=step"],
+            "interval=step: val/loss .* every 1 step, .* every 10 only; .*=epoch or val_every=1",
+        ),
+        (["val_every=12"], "interval=epoch: val/loss .* every 10 steps, and is known every 12 only; give val_every=10"),
+    ):
+        with pytest.raises(Refusal, match=f"^scheduler.{says}$"):
+            offered("scheduler=plateau", *late)
+    offered("scheduler=plateau", "scheduler.interval=step", "val_every=5", "+scheduler.frequency=5")  # the controls
+    offered("scheduler=plateau", "val_every=5")
 
 
 def test_schedules_are_their_closed_forms() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, Run, free_port, summary_of, wait_for
+from conftest import Program, Run, composed, free_port, summary_of, wait_for
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import environment as told
-from lockstep.run import slurm
+from lockstep.run import config, slurm
 
 JOB = (
     "data=synthetic",
@@ -101,6 +102,31 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypa
     assert first == found("77", 1, "seed=0") == found("77", 2, "seed=0")
     assert len({first, second, found("78", 0, "seed=0")}) == 3
     assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
+
+
+@pytest.mark.parametrize("joined", [False, True])  # whether its group has been made, so that it looks like torchrun's
+def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    asked = composed("strategy=ddp", "devices=2", "precision=32-true")
+
+    def told_by(**variables: str) -> tuple[bool, bool]:
+        for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **variables}.items():
+            monkeypatch.setenv(name, value)
+        if joined:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
+            monkeypatch.setenv("LOCKSTEP_SLURM_TASK", "true")
+        told.environment.cache_clear()
+        return told.environment().own_gpu, told.environment().own_cores
+
+    assert told_by() == (False, False)
+    with pytest.raises(Refusal, match="devices=2: this machine has 1 GPU"):
+        config.check(asked)
+    assert told_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
+    assert config.check(asked).layout.accelerator == "gpu"
+    monkeypatch.delenv("LOCKSTEP_SLURM_TASK", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")  # torchrun's own workers, of a job with a task per node
+    told.environment.cache_clear()
+    assert not told.environment().own_gpu
 
 
 def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, cluster: Path) -> None:

@@ -58,6 +58,7 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
     options = [f"+callbacks.stop.{option}" for option in stop]
     run = train(project, tmp_path, "LitDigits", "lr=0.1", "late=2", *options)
     assert run.summary["steps"] == 4
+    assert "ended early, after step 4 of 8: Stopping threshold reached" in run.stderr
     assert same_as(run.folder, by_hand(2, steps=4))
     assert same_as(run.folder, by_hand(2, left_out=2, steps=4), "best")
     assert not same_as(run.folder, by_hand(2, left_out=1, steps=4))

@@ -64,6 +64,7 @@ def test_what_is_missing_is_run(killed: Run) -> None:
     assert "[3 of 3] job 1 completed" in run.stderr
     again = Program(killed.outputs)(f"sweep.resume={killed.jobs[0].parent}")
     assert "job" not in again.stderr, "nothing was missing any more"
+    assert "the sweep is complete, 3 of 3 | best " in again.stderr
 
 
 def test_a_signal_ends_the_sweep(run_train: Program) -> None:

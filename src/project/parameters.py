@@ -83,9 +83,13 @@ class Unfreeze(BaseFinetuning):
             self.patterns = matching(self.epochs, frozen)
         except ValueError as error:
             raise Refusal(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
-        last, length = max(self.epochs.values()), pl_module.trainer.max_epochs or 0
+        trainer: Any = pl_module.trainer
+        last, length, steps = max(self.epochs.values()), trainer.max_epochs, trainer.max_steps
         if last >= length:
             raise Refusal(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
+        before = last * trainer.datamodule.order.steps_per_epoch
+        if 0 <= steps <= before:
+            raise Refusal(f"callbacks.unfreeze.epoch={last}: begins after step {before}, and max_steps={steps}")
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """No group is added to the optimizer: it has these parameters from the beginning, so that every schedule moves

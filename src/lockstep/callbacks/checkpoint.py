@@ -99,17 +99,19 @@ class Checkpoint(LightningCheckpoint):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self._validated = trainer.global_step
         # At an epoch's end we wait for on_train_epoch_end: one file then holds both, and the epoch's own metrics.
         if not trainer.is_last_batch:
             self._judge(trainer, saves=self._due)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self._monitor is not None and expected and self._monitor not in names:
             logged = ", ".join(names) or "nothing"
             raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
-        self._judge(trainer, saves=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._unapplied:  # of a run that was stopped early; by now they are applied

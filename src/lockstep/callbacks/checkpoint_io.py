@@ -104,7 +104,8 @@ def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
     try:
         found = torch.load(source, map_location=map_location, weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice is before it
+        reason = (said or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
     if wrong := claim_fault(found):
         raise CheckpointError(f"{path}: {wrong}")

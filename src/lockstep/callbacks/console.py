@@ -75,7 +75,7 @@ class Console(Callback):
             LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or trainer.is_last_batch or is_last_step(trainer):
+        if not trainer.is_global_zero or trainer.sanity_checking or trainer.is_last_batch or is_last_step(trainer):
             return  # of an epoch's end, or the run's, the epoch's own line tells
         LOG.info(_line(_step(trainer), _metrics(trainer.callback_metrics, "val")))
 

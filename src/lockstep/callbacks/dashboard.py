@@ -79,6 +79,8 @@ class Dashboard(Callback):
                     logger.save()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self._keep(trainer.global_step, {tag: float(value) for tag, value in trainer.callback_metrics.items()}, "val/")
         if time.monotonic() >= self._next_picture and not is_last_step(trainer):
             self._picture(trainer, "running")

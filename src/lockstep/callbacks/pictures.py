@@ -48,7 +48,7 @@ class Pictures(Callback):
         self._mistakes: Mistakes
 
     def _listen(self, trainer: Any, pl_module: LightningModule) -> None:
-        if not boards(trainer):
+        if trainer.sanity_checking or not boards(trainer):
             return
         data = trainer.datamodule
         confusion = MulticlassConfusionMatrix(

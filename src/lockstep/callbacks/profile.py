@@ -25,6 +25,8 @@ class Profile(Callback):
     """
 
     def __init__(self, folder: str | Path, skip: int = 3, steps: int = 8, rows: int = 15) -> None:
+        if not all(isinstance(each, int) and each >= 1 for each in (skip, steps, rows)):
+            raise ValueError(f"skip={skip}, steps={steps}, rows={rows}: must be whole numbers of at least 1")
         self._folder = Path(folder) / "profile"
         self._skip, self._steps, self._rows = skip, steps, rows
         self._profiler: profile | None = None

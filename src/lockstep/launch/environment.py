@@ -9,6 +9,7 @@ from functools import cache
 
 # Our own variables, for the processes that this one starts.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
+SLURM_TASK = "LOCKSTEP_SLURM_TASK"  # set in a worker that is a task of srun's
 SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a moment: lockstep.launch.scratch
 
 
@@ -32,6 +33,7 @@ class Environment:
     slurm_task: int  # its number in there
     slurm_restarts: int  # times that SLURM has started the job again
     own_cores: bool  # whether SLURM has given this worker cores of its own
+    own_gpu: bool  # and whether a GPU, so that it sees no other one
 
 
 @cache
@@ -39,7 +41,9 @@ def environment() -> Environment:
     """This process's environment, as it was at the first call."""
     told = os.environ
     torchrun = "TORCHELASTIC_RUN_ID" in told
-    slurm = not torchrun and int(told.get("SLURM_STEP_NUM_TASKS", "1")) > 1  # a batch script alone is no task of srun's
+    several = int(told.get("SLURM_STEP_NUM_TASKS", "1")) > 1  # a batch script alone is no task of srun's
+    task = several and (not torchrun or SLURM_TASK in told)
+    slurm = not torchrun and several
 
     def number(name: str, alone: int) -> int:
         return int(told.get(SLURM_NAMES.get(name, "") if slurm else name, alone)) if torchrun or slurm else alone
@@ -60,7 +64,8 @@ def environment() -> Environment:
         slurm_job=told.get("SLURM_JOB_ID"),
         slurm_task=int(told.get("SLURM_PROCID", "0")),
         slurm_restarts=int(told.get("SLURM_RESTART_COUNT", "0")),
-        own_cores=slurm and "SLURM_CPUS_PER_TASK" in told,
+        own_cores=task and "SLURM_CPUS_PER_TASK" in told,
+        own_gpu=task and told.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
 
 

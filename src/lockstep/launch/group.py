@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.launch.environment import SLURM_NAMES, environment, export, external_workers
+from lockstep.launch.environment import SLURM_NAMES, SLURM_TASK, environment, export, external_workers
 from lockstep.launch.network import bound, interface_towards, resolved
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def join_external() -> None:
     if external_workers() <= 1 or is_initialized():
         return
     if environment().launcher == "slurm":
-        export(**{ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()})
+        alone = {"LOCAL_RANK": "0", "GROUP_RANK": os.environ["SLURM_PROCID"]} if environment().own_gpu else {}
+        named = {ours: os.environ[theirs] for ours, theirs in SLURM_NAMES.items()}
+        export(**{SLURM_TASK: "true"}, **named | alone)
     here, world = environment(), environment().world_size
     gpu = torch.cuda.is_available()
     if gpu and here.local_rank < torch.cuda.device_count():  # who has none is refused later

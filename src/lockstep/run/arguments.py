@@ -1,4 +1,5 @@
-"""The words of a command line: Hydra's flags, overrides, and the folders that it composes from."""
+"""The words of a command line: Hydra's flags, overrides, and the folders that it composes from; the help that they ask
+for, and what is near a name that is not there."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import ROOT, options, unknown
 
+CONF = ROOT / "conf"
 SEVERAL = {"callbacks", "logger", "experiment", "debug"}  # groups whose files add to each other
 
 
@@ -27,7 +29,7 @@ def keyed(arguments: list[str]) -> list[str]:
             no name, which Hydra would not name, or several files where it would take the last.
     """
     for argument in arguments:
-        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (ROOT / "conf" / match[1]).is_dir():
+        if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if isinstance(value, int | float | dict | None) or (isinstance(value, list) and match[1] not in SEVERAL):
                 raise Refusal(f"{argument}: takes one name; {unknown(str(value or None).lower(), options(match[1]))}")
@@ -55,12 +57,6 @@ def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
         return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
     return searched(source.path for source in sources if source.provider.endswith("command-line"))
-
-
-def composed_of(arguments: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """A command line's overrides, and the folders that they choose from."""
-    found = parsed(arguments)
-    return found.overrides, [ROOT / "conf", *([Path(found.config_dir)] if found.config_dir else [])]
 
 
 def parsed(arguments: Sequence[str]) -> Any:
@@ -92,3 +88,56 @@ def given() -> list[str]:
 def sweeps(override: str) -> bool:
     """Whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
+
+
+# --- help ---
+
+
+def page(config_name: str, arguments: Sequence[str]) -> str:
+    """The help of a program: the files of the groups that a command line chooses, or the front page."""
+    found, chosen = parsed(arguments), []
+    folders = [CONF, *([Path(found.config_dir)] if found.config_dir else [])]
+    for override in found.overrides:
+        group, _, names = override.partition("=")
+        for name in names.strip("[]").split(",") if (CONF / group).is_dir() else ():
+            files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
+            if not files:
+                raise Refusal(no_option(group, name))
+            chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
+    return "\n\n".join(chosen) or front_page(config_name)
+
+
+def front_page(config_name: str) -> str:
+    """How to call a program, what each group offers, and the front page of conf/ itself, with its comments."""
+    text = (CONF / f"{config_name}.yaml").read_text()
+    usage, _, keys = text.partition("defaults:\n")
+    keys = keys[keys.index("\n\n") :].strip()
+    groups = []
+    for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
+        if f"- {folder.name}:" in text:
+            groups.append(f"{folder.name}=")
+            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("*.yaml"))]
+    notes = (
+        "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints "
+        "the config, --hydra-help has Hydra's flags."
+    )
+    return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
+
+
+def no_option(group: str, name: str) -> str:
+    """That a group has no file of this name, and which it has."""
+    return f"{group}={name}: {unknown(name, options(group))}"
+
+
+def no_key(key: str, error: Any) -> str:
+    """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
+    if error is None:  # a group of which the front page chooses nothing
+        return f"{key}: there is no such key; +{key}=<name> adds it"
+    beside = {str(name) for name in error.parent_node or ()} - {"_target_"}
+    return f"{key}: there is no such key; {unknown(key.rpartition('.')[2], beside)}"
+
+
+def _purpose(file: Path) -> str:
+    """The first comment of a config file that is none of Hydra's."""
+    comments = (line.removeprefix("#").strip() for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@")), "")

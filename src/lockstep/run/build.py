@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,9 +22,9 @@ from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
-from lockstep.run.instantiate import instantiate
+from lockstep.run.instantiate import call, instantiate
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
+from lockstep.run.optimizers import OptimizerCheck, monitored, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
 from lockstep.step.audit import Audit
@@ -180,15 +181,17 @@ def make_trainer(
     gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
         make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, audit
     )
+    alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
     gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
-    return StepTrainer(
+    make = partial(
+        StepTrainer,
         gradients,
         FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
         graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
-        devices=1 if layout.world_size == 1 else layout.devices,
-        num_nodes=layout.num_nodes,
+        devices=1 if alone or layout.world_size == 1 else layout.devices,
+        num_nodes=layout.world_size if alone else layout.num_nodes,
         precision=cast(Any, config.precision),
         max_epochs=config.max_epochs,
         max_steps=config.max_steps or -1,
@@ -200,10 +203,11 @@ def make_trainer(
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep)],
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=int(bool(monitored(config))),
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         **({"deterministic": layout.exact and gpu} | config.debug.trainer),  # False, since it outlives a run in place
     )
+    return call("debug.trainer", make)  # the only arguments that are as the user has given them

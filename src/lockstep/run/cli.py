@@ -24,12 +24,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.endings import users_line
-from lockstep.launch.environment import STARTED, export, external_workers
+from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.meeting import decide, keeps_run
 from lockstep.launch.signals import Interrupted
-from lockstep.run import checks, pages, resume, slurm
-from lockstep.run.arguments import composed_of, keyed
+from lockstep.run import arguments, checks, resume, slurm
+from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT, run_name
 from lockstep.run.config import check_nodes
 from lockstep.run.summary import conclude, summary_of
@@ -84,7 +84,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         except Exception as error:
             if not sweeping:
                 raised.append(error)
-                if isinstance(error, BAD_INPUT):
+                if isinstance(error, BAD_INPUT) and environment().rank == 0:
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {line(error)}")
@@ -96,7 +96,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     ran = False
     try:
         if {"--help", "-h"} & set(sys.argv):
-            page = pages.page(config_name, *composed_of(keyed(sys.argv[1:])))
+            page = arguments.page(config_name, keyed(sys.argv[1:]))
             with suppress(BrokenPipeError):  # piped into head, say
                 print(page, flush=True)
             return 0, ""
@@ -111,7 +111,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         return FAILED, f"error: {failed}"
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
         raised[:] = [refused]
-        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(refused, BAD_INPUT):
+        sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweeping and isinstance(refused, BAD_INPUT) and environment().rank == 0:
             forget(Path(HydraConfig.get().sweep.dir))
     else:
         ran = True
@@ -142,13 +143,15 @@ def line(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     said = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-        return pages.no_option(*error.missing_cfg_file.rsplit("/", 1))
+        return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
-        return pages.no_key(match[1], error.__cause__)
+        return arguments.no_key(match[1], error.__cause__)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if said.startswith("Error merging override") and error.__cause__:
+        return f"{said}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
         return said or type(error).__name__
     where = users_line("".join(traceback.format_exception(error)))
@@ -156,13 +159,17 @@ def _message(error: BaseException) -> str:
 
 
 def forget(folder: Path) -> None:
-    """Removes the folder of a run or a sweep that was refused, unless it holds a checkpoint, or anything not ours."""
-    if folder.is_dir() and all(
+    """Removes the folder of a run or a sweep that was refused, unless it has made a step, or holds a checkpoint or
+    anything not ours."""
+    ours = folder.is_dir() and all(
         path.name in BEGUN or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
-    ):
-        shutil.rmtree(folder)
-        if not any(folder.parent.iterdir()):
+    )
+    if ours and not summary_of(folder).get("steps"):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # other runs are there
             folder.parent.rmdir()
+            if folder.parent.name == "sweeps":
+                folder.parent.parent.rmdir()
 
 
 def _folder(kind: str, outputs: Any, name: Any, nodes: Any, endpoint: Any, strategy: str, overrides: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal
-from lockstep.launch.environment import external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
 from lockstep.launch.network import endpoint_of
 from lockstep.run.checks import checker, show
@@ -97,7 +97,7 @@ def _accelerator(keys: Keys) -> str:
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
         raise Refusal("accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices")
-    if gpus and keys.devices > gpus:
+    if gpus and keys.devices > gpus and not (environment().own_gpu and gpus == 1):
         raise Refusal(
             f"devices={keys.devices}: this machine has {gpus} GPU{'s' * (gpus > 1)}; accelerator=cpu simulates more"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     """This worker's log, allocator and threads, before it computes anything; returns its rank."""
     rank = environment().rank
     logs.configure(folder, rank)
+    tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
     if config.allocator != "system":
         keep_freed_memory()
     threads = threads_of(config)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import hydra.utils
 from hydra.errors import InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from pydantic.errors import PydanticUserError
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import show, unknown
+from lockstep.run.checks import checker, show, unknown
 from lockstep.run.targets import check_target
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
@@ -39,6 +42,8 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
         made = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
         raise Refusal(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
+    if target.__module__.startswith("lockstep."):  # whose annotations hold
+        _must_be_of_its_type(key, target, made)
     takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
     return make if makes else call(key, make)
@@ -49,12 +54,26 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
     name, given = make.func.__name__, make.keywords
     try:
         return make(*args)
-    except ValueError as error:
+    except (ValueError, MisconfigurationException) as error:
         option = str(error).partition("=")[0]
         raise Refusal(f"{key}.{error}" if option in given else f"{key}: {error}") from error
     except TypeError as error:
+        _must_be_of_its_type(key, make.func, given)
         shown = ", ".join(f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | None))
         raise Refusal(f"{key}: {name}({shown}): {error}") from error
+
+
+def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> None:
+    """Refusal: an option that is not what its annotation says. What others annotate wrongly may work, so of them it is
+    asked only where something has gone wrong."""
+    for maker in _makers(target):
+        try:
+            kinds = get_type_hints(maker)
+        except Exception:  # names that are there for a type checker only
+            continue
+        for name in (name for name in given if name in kinds):
+            with suppress(PydanticUserError):  # of another kind than configs hold
+                checker(kinds[name])(f"{key}.{name}", given[name])
 
 
 def parameters(target: Any) -> set[str]:
@@ -63,18 +82,23 @@ def parameters(target: Any) -> set[str]:
 
 
 def _parameters(target: Any) -> Iterator[inspect.Parameter]:
-    owners: list[Any] = [target]
-    if inspect.isclass(target):
-        owners = [owner for owner in inspect.getmro(target)[:-1] if "__init__" in vars(owner)]
-    for owner in owners:
-        found = inspect.signature(vars(owner)["__init__"] if inspect.isclass(owner) else owner).parameters.values()
+    makers = _makers(target)
+    for maker in makers:
+        found = inspect.signature(maker).parameters.values()
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         yield from (parameter for parameter in found if parameter.kind in named and parameter.name != "self")
         rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
-        if len(owners) < 2:  # it takes the rest itself
+        if len(makers) < 2:  # it takes the rest itself
             yield from rest
         if not rest:
             return
+
+
+def _makers(target: Any) -> list[Any]:
+    """A function; of a class its constructor, and those of its bases."""
+    if not inspect.isclass(target):
+        return [target]
+    return [vars(owner)["__init__"] for owner in inspect.getmro(target)[:-1] if "__init__" in vars(owner)]
 
 
 def locate(key: str, target: str) -> Any:

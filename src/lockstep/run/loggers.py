@@ -44,7 +44,11 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
         Refusal: one can't be made, or opened.
     """
     path = folder / KEPT
-    kept = json.loads(path.read_text()) if path.exists() else {"title": title(folder)}
+    kept = {"title": title(folder)}
+    try:
+        kept |= json.loads(path.read_text()) if path.exists() else {}
+    except (TypeError, ValueError):
+        raise Refusal(f"{path}: damaged; without it trackers begin a run of their own") from None
     sweep = folder.parent.name if (folder.parent / "multirun.yaml").exists() else ""
     known = {"folder": folder, "save_dir": folder, "title": kept["title"], "sweep": sweep}
     loggers = [
@@ -80,8 +84,10 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dic
         raise
     except Exception as error:  # a tracker's own, of whatever kind
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        later = f"; {name}.offline=true writes files, for later" if issubclass(kind, WandbLogger) else ""
-        raise Refusal(f"{name}: can't be opened: {said}{later}") from error
+        right = f"; {name}.offline=true writes files, for later" * issubclass(kind, WandbLogger)
+        if name in kept:
+            right += f"; without {Path(known['folder'], KEPT)} a run of its own is begun"
+        raise Refusal(f"{name}: can't be opened: {said}{right}") from error
     if isinstance(logger, CSVLogger) and step:
         _keep_rows(logger, step)
     return logger

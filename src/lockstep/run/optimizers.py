@@ -12,17 +12,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
+from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.checkpoint_io import is_plain
-from lockstep.run.checks import Positive, checker, matching
+from lockstep.run.checks import matching
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate, locate, parameters
-
-check_scale = checker(dict[str, dict[str, Positive]])
+from lockstep.run.schema import Scheduler
 
 RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
-BESIDE = ("interval", "frequency", "monitor", "strict")  # Lightning's own keys in a scheduler's file
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.
 OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
@@ -66,14 +65,8 @@ class Factory:
             if self.lr_scale:
                 made.param_groups = self._scaled(made.param_groups)
             return made
-        made = call(self.key, partial(self.make, **self._by_group(kwargs.get("optimizer", *args[:1])), **kwargs), *args)
-        if isinstance(made, ReduceLROnPlateau):
-            monitor = str(self.beside.get("monitor", ""))
-            if not monitor:
-                raise Refusal(f"{self.key}: ReduceLROnPlateau follows a metric: give +{self.key}.monitor=val/loss, say")
-            if monitor.startswith("train/") and self.beside.get("interval") == "step":
-                raise Refusal(f"{self.key}.monitor={monitor} is known at an epoch's end: {self.key}.interval=epoch")
-        return {"scheduler": made, **self.beside}
+        make = partial(self.make, **self._by_group(kwargs.get("optimizer", *args[:1])), **kwargs)
+        return {"scheduler": call(self.key, make, *args), **self.beside}
 
     def _scaled(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups, each cut in those of one pattern, with its part of the learning rate."""
@@ -131,16 +124,44 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     if not config.trains:
         return {**numbers, "optimizer": None, "scheduler": None}
     named = {**config.optimizer, "_partial_": True}
-    scale = check_scale("optimizer", {"lr_scale": named.pop("lr_scale", None) or {}})["lr_scale"]
+    scale = named.pop("lr_scale", None)
     optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), lr_scale=scale)
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
     scheduler = None
     if config.scheduler:
-        options = {name: value for name, value in config.scheduler.items() if name not in BESIDE}
-        beside = {name: config.scheduler[name] for name in BESIDE if name in config.scheduler}
+        beside = {name: value for name, value in config.scheduler.items() if name in Scheduler.__annotations__}
+        options = {name: value for name, value in config.scheduler.items() if name not in beside}
         scheduler = Factory("scheduler", instantiate("scheduler", {**options, "_partial_": True}, **numbers), beside)
-        call("scheduler", scheduler.make, trial)
+        if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
+            _must_be_known(beside, config.val_every, numbers["steps_per_epoch"])
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def _must_be_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
+    """Refusal: a schedule follows no metric, or one that is not known yet when it does."""
+    monitor, interval = str(beside.get("monitor", "")), beside.get("interval", "epoch")
+    if not monitor:
+        raise Refusal("scheduler: ReduceLROnPlateau follows a metric: give +scheduler.monitor=val/loss, say")
+    if monitor.startswith("train/") and interval == "step":
+        raise Refusal(f"scheduler.monitor={monitor} is known at an epoch's end: scheduler.interval=epoch")
+    follows, known = beside.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
+    if monitor.startswith("val") and follows < known:
+        every = counted(follows, "step")
+        raise Refusal(
+            f"scheduler.interval={interval}: {monitor} would be followed every {every}, and is known every {known} "
+            f"only; give {'scheduler.interval=epoch or ' * (follows < epoch)}val_every={follows}"
+        )
+
+
+def monitored(config: Config) -> dict[str, str]:
+    """Metrics of validation that the user, on the command line, has a callback or the schedule follow, by key."""
+    places = {"scheduler": config.scheduler} | {f"callbacks.{name}": each for name, each in config.callbacks.items()}
+    named = {f"{place}.monitor": str(options.get("monitor")) for place, options in places.items() if options}
+    return {
+        key: metric
+        for key, metric in named.items()
+        if metric.startswith("val") and any(f"{key}.".startswith(f"{given}.") for given in config.given)
+    }
 
 
 def settings(config: Config, samples: int) -> dict[str, Any]:
@@ -164,11 +185,13 @@ def refuse_unused(config: Config) -> None:
 
 
 class OptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer or with several, and keys that none follows."""
+    """Refuses, before the first step, a module without an optimizer or with several, keys that none follows, and
+    metrics that nothing logs."""
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
         self.given = config.given
+        self.monitored = monitored(config)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
@@ -181,8 +204,18 @@ class OptimizerCheck(pl.Callback):
                     "this would change nothing; leave it out"
                 )
 
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        logged = sorted(trainer.callback_metrics)  # nothing: a module may leave it out here
+        for key, metric in self.monitored.items():
+            if logged and metric not in logged:
+                raise Refusal(f"{key}={metric}: nothing logs it; validation logs {', '.join(logged)}")
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
             raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception
         if "conditioned on metric" in str(exception):  # Lightning's too: a monitor that nothing logs
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, Checkpoint):  # the run goes on from there, when it is told another
+                    callback.save(trainer)
+                    trainer.strategy.checkpoint_io.wait()
             raise Refusal(str(exception)) from exception

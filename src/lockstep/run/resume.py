@@ -213,12 +213,12 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
         if last.exists():
             same_file(last, kept)
         same_file(wanted, last)
-    begun = _state(last)
+    begun = saved(folder)
     _write(files)
     try:
         yield
     except refusals:
-        if _state(last) == begun:
+        if saved(folder) == begun:
             _write(before)
             if other:
                 last.unlink()
@@ -229,8 +229,10 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
         kept.unlink(missing_ok=True)
 
 
-def _state(file: Path) -> tuple[int, int] | None:
-    return (file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
+def saved(folder: Path) -> tuple[int, int] | None:
+    """Which file a run's last checkpoint is, and when it was written; None where there is none."""
+    last = folder / "checkpoints" / "last.ckpt"
+    return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None
 
 
 def _write(files: Mapping[Path, bytes]) -> None:

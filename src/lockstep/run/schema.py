@@ -67,6 +67,23 @@ class Data(TypedDict, total=False):
     sampling: Literal["balanced"] | None
 
 
+@with_config(ConfigDict(extra="allow"))
+class Optimizer(TypedDict, total=False):
+    """What is no option of the optimizer itself."""
+
+    lr_scale: dict[str, Positive] | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class Scheduler(TypedDict, total=False):
+    """Lightning's own keys beside a schedule's options."""
+
+    interval: Literal["step", "epoch"]
+    frequency: Whole
+    monitor: Text
+    strict: Flag
+
+
 Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -163,8 +180,8 @@ class Kept:
     lr: Positive = 1.0
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch_size: Whole = 1
-    optimizer: Group = field(default_factory=dict)
-    scheduler: Group = field(default_factory=dict)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler = field(default_factory=Scheduler)
     gradient_clip_val: Positive | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     checkpoint_every: Whole | None = None

@@ -24,6 +24,7 @@ from lockstep.launch.worker import VICTIM_SECONDS, is_peer_failure
 from lockstep.run.arguments import given
 from lockstep.run.config import Config, check
 from lockstep.run.provenance import card, must_be_alike
+from lockstep.run.resume import saved
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 
@@ -39,7 +40,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
 
     if config.resume:  # on the machine that keeps the run
         checkpoint_io.load(config.resume)  # a damaged one is refused; workers would take an older one
-    elif config.init_from and config.layout.num_nodes == 1 and _saved(folder) is None:
+    elif config.init_from and config.layout.num_nodes == 1 and saved(folder) is None:
         weights.read("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(work, config, splits, folder)
@@ -65,7 +66,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     meeting = meeting_of(config.layout.num_nodes, config.rdzv_endpoint) or Keeper()
     if isinstance(meeting, Guest):
         return _follow(meeting, work, config, splits, folder)
-    before, saved = summary_of(folder), _saved(folder)
+    before, begun = summary_of(folder), saved(folder)
     try:
         from lockstep.run.accumulation import fitted
 
@@ -76,7 +77,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             result = _lead(meeting, work, config, splits, folder)
     except BaseException as error:
         meeting.end(outcome_of(error))
-        if not isinstance(error, Refusal) or _saved(folder) != saved:  # one refused at once leaves the summary alone
+        if not isinstance(error, Refusal) or saved(folder) != begun:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)
         raise
     meeting.end(outcome_of(None))
@@ -110,13 +111,13 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
         if not isinstance(raised, WorkerFailed):
             raise raised
         restarts += 1
-        wrong = raised.without
-        if wrong and _saved(folder) is not None:
+        wrong, can_go_on = raised.without, saved(folder) is not None
+        if wrong and can_go_on:
             from lockstep.run.continuation import go_back
 
             go_back(folder, raised)
         known = not wrong or (len(wrong) == asked.num_nodes == 1)  # which one to go on without
-        can_shrink = config.elastic and _saved(folder) is not None and known
+        can_shrink = config.elastic and can_go_on and known
         if can_shrink and meeting.lost():
             print(f"{raised}; going on without it", file=sys.stderr)
         elif left and not (wrong and can_shrink):
@@ -162,12 +163,6 @@ def laid_out(config: Config, machines: int, devices: int) -> Config:
     asked = config.layout
     shares = asked.shares if (asked.num_nodes, asked.devices) == (machines, devices) else ()  # one for each asked for
     return replace(config, layout=replace(asked, num_nodes=machines, devices=devices, shares=shares))
-
-
-def _saved(folder: Path) -> int | None:
-    """When the run's last checkpoint was written, in nanoseconds; None where there is none."""
-    last = folder / "checkpoints" / "last.ckpt"
-    return last.stat().st_mtime_ns if last.exists() else None
 
 
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:

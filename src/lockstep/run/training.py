@@ -86,6 +86,11 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if trainer.audit:
             run.metrics["audit/pieces"] = again = trainer.audit.pieces
             LOG.info(f"audit: {counted(again, 'piece')} computed again, all the same bits")
+        if trainer.should_stop and trainer.global_step < steps and rank == 0:
+            reasons = filter(None, (getattr(each, "stopping_reason_message", None) for each in callbacks))
+            LOG.info(
+                "ended early, after step %d of %d: %s", trainer.global_step, steps, next(reasons, "a callback's wish")
+            )
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer

@@ -65,6 +65,9 @@ def launch(
             progress.saw(job.number, summary)
         else:
             missing.append(job)
+    if not missing and environment().rank == 0:
+        best = f" | best {progress.best[0]:.4g}: {folder / str(progress.best[1])}" if progress.best else ""
+        print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
     if config.hydra.job.config_name == "train":
         check_jobs(config, context, missing)
 
