@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,11 +12,12 @@ from typing import Any, cast
 import pytest
 from conftest import free_port
 
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch.endings import Outcome
+from lockstep.launch.group import serve
 from lockstep.launch.guest import Guest
 from lockstep.launch.keeper import Keeper
-from lockstep.launch.network import listening
+from lockstep.launch.network import LOOPBACK, bound, listening
 
 
 def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +38,12 @@ def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one(monkeypa
             time.sleep(0.5)  # its workers end later than it hears of the end
             guest.settle(Outcome("completed"))
             assert guest.begin({"seed": seed}, 10) is None
+
+
+def test_a_store_that_nobody_reaches_is_refused() -> None:
+    """As where the loopback interface is down; torch would try for an hour."""
+    assert serve(bound(LOOPBACK)).num_keys() >= 0
+    listener = bound(LOOPBACK)
+    listener.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(Refusal, match=r"^workers can't meet at 127.0.0.1: .*; is that network interface up\?$"):
+        serve(listener)

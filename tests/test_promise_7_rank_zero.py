@@ -355,8 +355,8 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
-    assert run.stderr.endswith("error: rank 1 was killed by SIGKILL\n")
-    assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL")
+    assert run.stderr.endswith("error: rank 1 was killed by SIGKILL (out of memory?)\n")
+    assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
     assert all(ended(pid) for pid in workers)
 

@@ -129,6 +129,7 @@ class _Worker:
             return
         code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
+        how += " (out of memory?)" * (code == -signal.SIGKILL)  # of all that send it, the one that leaves no word
         self.answer = Answer(Outcome("failed", how, signum=-code))
 
 

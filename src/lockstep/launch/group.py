@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.arithmetic.layout import Layout
+from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch.environment import SLURM_NAMES, SLURM_TASK, environment, export, external_workers
 from lockstep.launch.network import bound, interface_towards, resolved
 
@@ -116,10 +116,15 @@ def _agents_store() -> Store | None:
 
 
 def serve(listener: socket.socket) -> TCPStore:
-    """A store on this socket only, where torch would listen on all addresses that the machine has."""
+    """A store on this socket only, where torch would listen on all addresses that the machine has. A Refusal where
+    nobody can reach it: torch would try for an hour."""
     from torch.distributed import TCPStore
 
     address, port, *_ = listener.getsockname()
+    try:
+        socket.create_connection((address, port), timeout=10).close()
+    except OSError as error:
+        raise Refusal(f"workers can't meet at {address}: {error.strerror}; is that network interface up?") from None
     return TCPStore(
         address, port, is_master=True, timeout=GROUP_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )
