@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,18 +29,20 @@ from lockstep.launch.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
+# A run of six short steps an epoch.
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
+# A network with BatchNorm, and as few weights as it can have.
+NORMS = (*TINY, "data.image_size=20", "model=fast_cnn", "model.width=[4,4,8,8]", "logger=none")
+# What is random or keeps a state: augmentation, AdamW, clipping; two epochs.
+RANDOM = (
+    *("data=synthetic", "data.image_size=14", "data.num_classes=3", "data.augment={crop:2,flip:true,fill:zero}"),
+    *("optimizer=adamw", "lr=0.003", "gradient_clip_val=0.5", "max_epochs=2", "accelerator=cpu", "threads=1"),
+    *("callbacks=none", "logger=none"),
+)
 # A run to be struck: its steps take milliseconds, and it saves after every third.
 STRUCK = (
-    "data=synthetic",
-    "data.samples=415",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "model.dropout=0.25",
-    "batch_size=32",
-    "max_epochs=24",
-    "checkpoint_every=3",
-    "logger=none",
-    "threads=1",
+    *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
+    *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
@@ -284,15 +286,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines (several.py); the test is skipped where they can't be made."""
     from machines import Machines, NoMachines
     from several import Site
 
     try:
-        with Machines(3) as made:
-            yield Site(made, tmp_path_factory.mktemp("site"))
+        with Machines(3) as made, closing(Site(made, tmp_path_factory.mktemp("site"))) as site:
+            yield site
     except NoMachines as reason:
         pytest.skip(str(reason))
 

@@ -14,17 +14,10 @@ from lockstep.run.opening import open_data
 
 DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
 TASK = (
-    "model=mine",
-    "data=synthetic",
-    *(f"data.{name}={value}" for name, value in DATA.items()),
-    "accelerator=cpu",
-    "batch_size=24",  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
-    "pieces=6",
-    "max_epochs=2",
-    "precision=64-true",
-    "logger=none",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
+    *("model=mine", "data=synthetic", *(f"data.{name}={value}" for name, value in DATA.items())),
+    *("accelerator=cpu", "precision=64-true", "threads=1", "max_epochs=2"),
+    *("batch_size=24", "pieces=6"),  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
+    *("logger=none", "callbacks.console=null", "callbacks.dashboard=null"),
 )
 DDP, DP, PIPELINE = (("strategy=" + name, "devices=2") for name in ("ddp", "dp", "pipeline"))
 BOTH = ("strategy=ddp,dp", "devices=2")

@@ -10,23 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, wait_for, workers_of
+from conftest import NORMS, Program, Run, wait_for, workers_of
 
 from lockstep.callbacks import EMA
 from lockstep.run.summary import weights_sha256
 
-TASK = (
-    "data=synthetic",
-    "data.samples=200",
-    "data.image_size=20",
-    "data.num_classes=3",
-    "model=fast_cnn",
-    "model.width=[4,4,8,8]",
-    "batch_size=32",
-    "max_epochs=3",
-    "logger=none",
-    "threads=1",
-)
+TASK = (*NORMS, "max_epochs=3")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
 LIGHTNINGS = (
     "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging",

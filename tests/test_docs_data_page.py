@@ -14,7 +14,7 @@ from PIL import Image
 pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-SHORT = ("max_steps=2", "threads=1", "num_workers=0", "accelerator=cpu", "logger=none")
+SHORT = ("max_steps=2", "batch_size=8", "threads=1", "num_workers=0", "accelerator=cpu", "logger=none")
 
 
 @pytest.fixture(scope="module")

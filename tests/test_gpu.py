@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Program, apart
+from conftest import RANDOM, Program, apart
 from parts import gpu
 
 from lockstep.launch.machine import gpu_count
@@ -14,18 +14,9 @@ from lockstep.launch.machine import gpu_count
 pytestmark = pytest.mark.skipif(gpu_count() == 0, reason="there is no GPU")
 
 TASK = (
-    "accelerator=gpu",
-    "data=synthetic",
-    "data.samples=600",  # 4 full steps and a tail
-    "data.image_size=14",
-    "data.augment={crop:2,flip:true,fill:zero}",
-    "model.dropout=0.3",
-    "batch_size=128",
-    "pieces=4",
-    "max_epochs=2",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
-    "logger=none",
+    *RANDOM,
+    *("accelerator=gpu", "data.samples=600", "batch_size=128", "pieces=4", "model.dropout=0.3"),  # 4 steps and a tail
+    *("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null"),
 )
 
 

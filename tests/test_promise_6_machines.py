@@ -21,7 +21,7 @@ def nothing_left(site: Site) -> Iterator[None]:
     hurry(site, on=False)
     yield
     for index in range(len(site.names)):
-        site.machines.kill(index)
+        site.kill(index)
         site.machines.link(index, up=True)
 
 
@@ -37,7 +37,7 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     site.saved(0, processes[0])
     began = time.monotonic()
     if lost == "killed":
-        site.machines.kill(1)
+        site.kill(1)
     else:
         site.machines.link(1, up=False)
     first = site.finish(0, processes[0])
@@ -74,7 +74,7 @@ def test_those_that_are_left_go_on_and_one_that_comes_back_takes_part(site: Site
     task = ("name=elastic", "elastic=true", "callbacks=[default,slow]")
     processes = site.start_all(*task)
     site.saved(0, processes[0])
-    site.machines.kill(2)
+    site.kill(2)
     site.finish(2, processes[2])
     site.saved(0, processes[0])
     met = ("num_nodes=3", f"rdzv_endpoint={site.names[0]}:29500", "strategy=ddp")
@@ -91,7 +91,7 @@ def test_the_machine_that_keeps_the_run_comes_back(site: Site, undisturbed: Run)
     task = ("name=kept", "max_restarts=1", "callbacks=[default,slow]")
     processes = site.start_all(*task, count=2)
     site.saved(0, processes[0])
-    site.machines.kill(0)
+    site.kill(0)
     site.finish(0, processes[0])
     met = ("num_nodes=2", f"rdzv_endpoint={site.names[0]}:29500")
     hurry(site)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Process, Program, Run, ended, of_process, wait_for, workers_of
+from conftest import TINY, Process, Program, Run, ended, of_process, wait_for, workers_of
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
@@ -32,17 +32,8 @@ from lockstep.run.resume import overrides
 from lockstep.run.resume import sweep_overrides as arguments
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
-JOB = (
-    "data=synthetic",
-    "data.samples=415",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "data.augment={crop: 1, flip: true, fill: zero}",
-    "model.dropout=0.25",
-    "batch_size=32",
-    "checkpoint_every=5",
-    "threads=1",
-)
+AUGMENT = "data.augment={crop: 1, flip: true, fill: zero}"
+JOB = (*TINY, "data.samples=415", AUGMENT, "model.dropout=0.25", "checkpoint_every=5")
 DDP = ("strategy=ddp", "devices=2")
 ENDLESS = (*JOB, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
@@ -170,20 +161,6 @@ def test_cut_between_a_step_and_what_follows_it(tmp_path: Path) -> None:
         same_end(program(f"resume={folder}"), undisturbed)
         best = (torch.load(run / "checkpoints/best.ckpt", weights_only=True) for run in (folder, undisturbed.folder))
         assert len({found["global_step"] for found in best}) == 1
-
-
-@pytest.mark.slow
-def test_on_other_layouts_from_life_to_life(run_train: Program, tmp_path: Path) -> None:
-    options = (*JOB, "pieces=4", "max_epochs=12", "optimizer=adamw", "lr=0.003", "exact=true", "logger=none")
-    undisturbed = Program(tmp_path / "undisturbed")(*options, "devices=1")
-    process = run_train.start(*options, "strategy=ddp", "devices=4")
-    folder = saves(run_train.outputs, process)
-    for layout in (("devices=1", "strategy=auto"), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")):
-        killed(run_train, process)
-        process = run_train.start(f"resume={folder}", *layout)
-        saves(run_train.outputs, process)
-    killed(run_train, process)
-    same_end(run_train(f"resume={folder}", "strategy=ddp", "devices=2"), undisturbed)
 
 
 @pytest.mark.slow
@@ -368,15 +345,11 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
     assert "resumes after step 12\n" in run.stderr
 
 
-@pytest.mark.parametrize("kind", ["hostile", "truncated"])
-def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path, kind: str) -> None:
+def test_a_hostile_checkpoint_is_refused_by_name(finished: Run, tmp_path: Path) -> None:
     folder, witness = tmp_path / "run", tmp_path / "it-ran"
     path = folder / "checkpoints" / "last.ckpt"
     shutil.copytree(finished.folder, folder)
-    if kind == "hostile":
-        torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
-    else:
-        path.write_bytes(path.read_bytes()[:-1000])
+    torch.save(last(finished.folder) | {"payload": Payload(witness)}, path)
     for name, option in (("train", f"resume={folder}"), ("evaluate", f"checkpoint={path}")):
         program = Program(tmp_path / "outputs", f"src/{name}.py")
         done = program(option, env={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}, ok=False)
@@ -385,9 +358,8 @@ def test_what_is_no_good_checkpoint_is_refused_by_name(finished: Run, tmp_path: 
         assert done.stderr.count("\n") == 1
     assert not witness.exists()
     assert not list(tmp_path.glob("outputs/*")), "a refused run leaves no folder"
-    if kind == "hostile":
-        torch.load(path, weights_only=False)  # the control: the payload does run
-        assert witness.exists()
+    torch.load(path, weights_only=False)  # the control: the payload does run
+    assert witness.exists()
 
 
 def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

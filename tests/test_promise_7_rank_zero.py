@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, ended, free_port, listening, of_torchrun, summary_of, wait_for, workers_of
+from conftest import TINY, Program, Run, ended, free_port, listening, of_torchrun, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Layout, Refusal, resolve
 from lockstep.launch.endings import Outcome
@@ -30,9 +30,7 @@ from lockstep.run.opening import open_data
 from lockstep.run.supervisor import laid_out
 from lockstep.run.training import train
 
-# 12 x 12 pixels and three classes: a step takes milliseconds, so that what is measured here is everything else.
-TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
-SHORT = (*TINY, "max_epochs=1", "logger=none", "threads=1")
+SHORT = (*TINY, "max_epochs=1", "logger=none")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 LAYOUT = {"strategy", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"}
 LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
@@ -160,7 +158,7 @@ def test_a_grid_is_refused_before_its_first_job(run_train: Program) -> None:
 # Workers that exist already, and several machines
 
 
-STRUCK = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none", "threads=1")
+STRUCK = (*TINY, "max_epochs=24", "checkpoint_every=7", "strategy=ddp", "logger=none")
 
 
 @pytest.fixture(scope="module")

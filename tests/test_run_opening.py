@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from small_data import CONF, arrays, config, one_line
+from small_data import arrays, config, one_line
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, load
@@ -19,7 +18,6 @@ from lockstep.run.config import check
 from lockstep.run.evaluation import evaluate
 from lockstep.run.library import compose
 from lockstep.run.opening import hold_out, open_data
-from project.data.digits import synthetic
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -32,14 +30,6 @@ def test_digits_split_is_stratified_and_fixed() -> None:
     # a changed split or enlargement would make every published number incomparable
     assert found.fingerprint == open_data(config("digits"), "elsewhere", seed=9).fingerprint
     assert fingerprint(found.test).startswith("6cf35046c249215d")
-
-
-def test_synthetic_images_can_be_told_apart() -> None:
-    source = synthetic(samples=200, image_size=20)
-    images, labels = source.train.images.float().flatten(1), source.train.labels
-    centres = torch.stack([images[labels == label].mean(0) for label in range(10)])
-    nearest = torch.cdist(source.test.images.float().flatten(1), centres).argmin(1)
-    assert (nearest == source.test.labels).float().mean() > 0.9
 
 
 def test_held_out_samples_are_those_of_smallest_hash() -> None:
@@ -91,10 +81,3 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], words: str) ->
     with pytest.raises(Refusal) as error:
         open_data(config("synthetic", **change), "nowhere")
     assert words in one_line(error)
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
-def test_every_config_names_itself_and_its_opener(name: str) -> None:
-    found = config(name)
-    assert found["name"] == name
-    assert found["_target_"] == f"project.data.{name}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, apart, summary_of
+from conftest import Program, Run, apart
 from small_models import resnet18
 from torch import nn
 
@@ -127,18 +127,6 @@ def test_schedules_of_torch_know_the_length_of_the_run() -> None:
     assert annealed == pytest.approx([0.03 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
     assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.03)
     assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
-
-
-def test_a_schedule_by_a_metric_goes_on_where_it_was(tmp_path: Path) -> None:
-    named = ("scheduler=plateau", "+scheduler.threshold=10", "scheduler.patience=0")
-    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", *named)
-    whole = Program(tmp_path / "whole")(*task, "max_epochs=4")
-    cut = Program(tmp_path / "cut")(*task, "max_epochs=4", "max_steps=10")  # of four an epoch
-    Program(tmp_path / "cut")(f"resume={cut.folder}", "max_steps=null")
-    assert summary_of(cut.folder)["weights_sha256"] == whole.summary["weights_sha256"]
-    state = torch.load(whole.folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert "num_bad_epochs" in state["lr_schedulers"][0]
-    assert state["optimizer_states"][0]["param_groups"][0]["lr"] < 0.03
 
 
 FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")

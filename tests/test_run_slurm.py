@@ -9,21 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, Run, free_port, summary_of, wait_for
+from conftest import TINY, Program, Run, free_port, summary_of, wait_for
 
 from lockstep.launch import environment as told
 from lockstep.run import slurm
 
-JOB = (
-    "data=synthetic",
-    "data.samples=256",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "batch_size=8",
-    "checkpoint_every=4",
-    "logger=none",
-    "threads=1",
-)
+JOB = (*TINY, "data.samples=256", "batch_size=8", "checkpoint_every=4", "logger=none")
 LONG = (*JOB, "max_epochs=14")
 
 

@@ -128,7 +128,7 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
     """Also one that goes on uncompiled, in the middle of an epoch."""
 
     def run(name: str, *overrides: str) -> Run:
-        options = ("data.samples=80", "threads=1", *overrides)  # epochs of three steps
+        options = ("data.samples=80", *overrides)  # epochs of three steps
         found = train(project, tmp_path / name, "LitDigits", *options)
         assert ("compiled, 1 thread" in found.stderr + found.stdout) == ("compile=true" in overrides)
         return found

@@ -8,15 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
+from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.resume import sweep_overrides as arguments
 from lockstep.sweeps.grid import Progress, duration
 from lockstep.sweeps.jobs import Job, Slot, slots
 
-TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
-SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
+SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
