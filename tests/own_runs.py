@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run
+from conftest import Program, Run, checkpoint_of
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.order import DataOrder
@@ -78,6 +78,6 @@ def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def same_as(folder: Path, net: torch.nn.Module, name: str = "last") -> bool:
     """Whether a run's checkpoint has these weights."""
-    found = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)["state_dict"]
+    found = checkpoint_of(folder, name)["state_dict"]
     pairs = ((found[f"net.{key}"], value) for key, value in net.state_dict().items())
     return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import forks
 import pytest
-from conftest import ROOT, STRUCK, Process, Run, summary_of, wait_for
+from conftest import PATIENCE, STRUCK, Process, Run, summary_of, template, wait_for
 from machines import Machines
 
 JOB = (*STRUCK, "exact=true", "pieces=4")
@@ -41,9 +40,7 @@ class Site:
         self.machines, self.names = machines, machines.names
         self.homes = [folder / f"home{index}" for index in range(len(machines.names))]
         for home in self.homes:
-            for part in ("src", "conf"):
-                shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            home.joinpath("src", "project", "slow.py").write_text(SLOW)
+            template(home).joinpath("src", "project", "slow.py").write_text(SLOW)
             home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
         self.servers = [forks.Server(partial(self._on, index)) for index in range(len(self.homes))]
 
@@ -81,16 +78,16 @@ class Site:
         met = (f"num_nodes={count}", f"rdzv_endpoint={self.names[0]}:29500", "strategy=ddp")
         return [self.start(index, *JOB, *met, *options) for index in range(count)]
 
-    def finish(self, index: int, process: Process, timeout: float = 90) -> Run:
+    def finish(self, index: int, process: Process, timeout: float = PATIENCE) -> Run:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.kill(index)
-            pytest.fail(f"machine {index} is still running after {timeout} s\n{process.communicate()}")
+            pytest.fail(f"machine {index} is still running after {timeout:.0f} s\n{process.communicate()}")
         assert process.returncode is not None
         return Run(process.returncode, stdout, stderr, self.homes[index] / "outputs")
 
-    def finish_all(self, processes: list[Process], timeout: float = 90) -> list[Run]:
+    def finish_all(self, processes: list[Process], timeout: float = PATIENCE) -> list[Run]:
         return [self.finish(index, process, timeout) for index, process in enumerate(processes)]
 
     def saved(self, index: int, process: Process) -> None:

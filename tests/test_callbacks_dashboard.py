@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, Program, Run
+from conftest import TINY, Program, Run, checkpoint_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
@@ -126,7 +126,7 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert min(board.tags["images"] + board.tags["scalars"]) == "headline/run", "it comes first"
     assert [event.step for event in board.events.Images("headline/run")] == [12, 18], "the end of both lives"
-    state = torch.load(ddp.folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    state = checkpoint_of(ddp.folder)["callbacks"]
     (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
     assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
         tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")

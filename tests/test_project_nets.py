@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -13,10 +12,6 @@ from conftest import TINY, Program
 from small_models import task
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.build import make_module
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
 from project.models import Timm, Torchvision
 
 
@@ -118,16 +113,6 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
     assert "\n" not in str(one.value) + str(other.value)
     with pytest.raises(Refusal, match=r"^model.weights=.*none.pth: no such file"):
         torchvision(weights=str(tmp_path / "none.pth"))
-
-
-def test_a_file_of_weights_is_not_asked_for_where_a_checkpoint_brings_them(tmp_path: Path) -> None:
-    missing = f"model.weights={tmp_path / 'gone.pth'}"
-    overrides = ("model=torchvision", missing, "data=synthetic", "data.samples=20", "data.image_size=33")
-    config = check(dict(compose(*overrides, "batch_size=9")))
-    splits = open_data(config.data, config.data_dir)
-    make_module(replace(config, resume="last.ckpt"), splits)
-    with pytest.raises(Refusal, match="no such file"):
-        make_module(config, splits)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from conftest import Program, apart, summary_of
+from conftest import Program, apart, checkpoint_of, summary_of
 from own_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
 
 TINY = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "data.val_fraction=0", "logger=none", "threads=1")
@@ -78,7 +78,7 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
         "callbacks.checkpoint.monitor=null", "exact=false,true", "strategy=ddp,dp", "devices=1,3", "-m",
     )  # fmt: skip
     summaries = [summary_of(job) for job in run.jobs]
-    states = [torch.load(job / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for job in run.jobs]
+    states = [checkpoint_of(job)["state_dict"] for job in run.jobs]
     assert [summary["layout"]["accumulate_grad_batches"] for summary in summaries] == [8, 3, 8, 3] * 2
     assert {(summary["steps"], summary["samples_seen"]) for summary in summaries} == {(6, 3 * 49)}
     for state in states:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import time
 
 import pytest
 from conftest import Program, Run, listening, summary_of, workers_of
@@ -103,11 +102,9 @@ def test_a_machine_that_waits_says_for_whom_and_hears_signals(site: Site) -> Non
         assert isinstance(process, subprocess.Popen)
         assert process.stderr is not None
         assert process.stderr.readline().startswith(said)
-        told = time.monotonic()
         stop(process, signum)
         run = site.finish(index, process)
         assert run.returncode == code, str(run)
-        assert time.monotonic() - told < 5
         assert run.stderr == f"interrupted by {signum.name}\n"
         ended = [summary_of(file.parent)["status"] for file in run.outputs.glob("waits/*/summary.json")]
         assert ended == ["interrupted"] * (index == 0)

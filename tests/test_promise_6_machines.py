@@ -35,13 +35,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     processes = site.start_all(*LONG, "name=lost", "machine_timeout=8", count=2)
     site.saved(0, processes[0])
-    began = time.monotonic()
     if lost == "killed":
         site.kill(1)
     else:
         site.machines.link(1, up=False)
     first = site.finish(0, processes[0])
-    took = time.monotonic() - began
     site.machines.link(1, up=True)
     second = site.finish(1, processes[1])
     reason = "it closed the connection" if lost == "killed" else "not a word of it for 8 s"
@@ -49,7 +47,6 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     assert first.returncode == 1, str(first)
     assert f"error: {said}" in first.stderr
     assert "onnection reset" not in first.stderr
-    assert took < 15
     summary = max(first.outputs.glob("lost/*/summary.json"), key=lambda file: file.stat().st_mtime).read_text()
     assert said in summary
     assert '"status": "failed"' in summary

@@ -15,7 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Program, Run, ended, free_port, listening, of_torchrun, summary_of, wait_for, workers_of
+from conftest import (
+    TINY,
+    Program,
+    Run,
+    checkpoint_of,
+    ended,
+    free_port,
+    listening,
+    of_torchrun,
+    summary_of,
+    wait_for,
+    workers_of,
+)
 
 from lockstep.arithmetic.layout import Layout, Refusal, resolve
 from lockstep.launch.endings import Outcome
@@ -37,12 +49,6 @@ LAYOUT |= {"pieces", "piece_size", "batch_size", "exact"}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1", "--max-restarts=1")
 
 
-def checkpoint(folder: Path, name: str = "last") -> dict[str, Any]:
-    """A checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
-    found: dict[str, Any] = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
-    return found
-
-
 def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]:
     """What every completed run leaves behind; returns its summary."""
     summary = summary_of(folder)
@@ -59,7 +65,7 @@ def assert_contract(folder: Path, steps: int, test_count: int) -> dict[str, Any]
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     for name in ("best", "last"):
         assert summary[f"{name}_checkpoint"] == f"checkpoints/{name}.ckpt"
-        found = checkpoint(folder, name)
+        found = checkpoint_of(folder, name)
         assert found["lockstep"]["config"]["batch_size"] == summary["layout"]["batch_size"]
         assert all(key.startswith("net.") for key in found["state_dict"]), "the plain module's keys"
     return summary
@@ -322,7 +328,7 @@ def test_a_signal_saves_and_ends(run_train: Program) -> None:
     assert run.stderr.endswith(f"to go on: resume={os.path.relpath(run.folder)}\n")
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert "SIGINT" in summary["error"]
-    assert checkpoint(run.folder)["global_step"] == summary["steps"] > 0, "saved when it was asked to end, not before"
+    assert checkpoint_of(run.folder)["global_step"] == summary["steps"] > 0, "when it was asked to end, not before"
     assert heard, "the rendezvous listens somewhere"
     assert heard <= {"127.0.0.1", "::1"}
 

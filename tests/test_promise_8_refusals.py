@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import Program, Run, composed
 from hydra.core.global_hydra import GlobalHydra
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch import machine
 from lockstep.loading import Spec
@@ -189,12 +189,6 @@ def test_every_number_of_the_front_page_is_checked() -> None:
 def test_what_fits_is_taken(overrides: str) -> None:
     """The control: a check that refused everything would pass all tests above."""
     assert checked(*overrides.split()).layout.batch_size > 0
-
-
-def test_the_layout_alone_says_who_computes_what() -> None:
-    assert {field.name for field in fields(Config)} & {field.name for field in fields(Layout)} == {"strategy"}
-    auto = checked("devices=2", "accumulate_grad_batches=auto")
-    assert (auto.auto_accumulate, auto.layout.pieces) == (True, 2)
 
 
 @pytest.mark.parametrize(

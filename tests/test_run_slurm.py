@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import TINY, Program, Run, free_port, summary_of, wait_for
+from conftest import TINY, Program, Run, checkpoint_of, free_port, summary_of, wait_for
 
 from lockstep.launch import environment as told
 from lockstep.run import slurm
@@ -101,8 +100,8 @@ def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, clust
     first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     command = (f"resume={first}", "scheduler=constant", "max_epochs=8")
     terminated(run_train, cluster, *command)
-    later = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    assert later > torch.load(first, weights_only=True)["global_step"]
+    later = checkpoint_of(folder)["global_step"]
+    assert later > checkpoint_of(folder, "first")["global_step"]
     run = run_train(*command, env=environment(cluster, restarts=1))
     assert f"resumes after step {later}\n" in run.stderr
 

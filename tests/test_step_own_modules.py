@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run, apart, summary_of
+from conftest import Run, apart, checkpoint_of, summary_of
 from own_runs import DDP, DP, PIPELINE, go_on, jobs, same_bits, train
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain import scalars
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
@@ -29,7 +29,7 @@ def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp
     task = ("max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
     *kept, one_named, dp_named = jobs(project, tmp_path, "Buffers,mine.Named", *task)
     assert apart(dp_named, one_named) < 1e-10
-    one, dp = (torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in kept)
+    one, dp = (checkpoint_of(run.folder)["state_dict"] for run in kept)
     assert one["seen"] == dp["seen"] == 81
     assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
     assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
@@ -55,9 +55,7 @@ def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
 
 
 def train_loss(run: Run) -> list[tuple[int, float]]:
-    """The curve of `train_loss` as TensorBoard shows it."""
-    events = EventAccumulator(str(next((run.folder / "tensorboard").iterdir())), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars("train_loss")]
+    return scalars(next((run.folder / "tensorboard").iterdir()))["train_loss"]
 
 
 def test_what_an_epoch_began_with_is_there_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
