@@ -25,6 +25,7 @@ SHORTER = {
     "model=shuffle": "data.samples=320",
     "model=focal": "max_epochs=4",
     "model=mine_f1": "max_epochs=3",
+    "accumulate_grad_batches=2": "max_epochs=8",
     "optimizer=rmsprop": "max_epochs=1",
     "logger=table": "max_epochs=1",
 }
