@@ -13,8 +13,8 @@ from typing import Any
 import forks
 import pytest
 import torch
-from conftest import of_torchrun, wait_for
-from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
+from conftest import wait_for
+from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, trainer_with
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
@@ -161,50 +161,3 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
 def test_the_dashboard_needs_a_meter(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"callbacks\.meter"):
         trainer_with(tmp_path, Dashboard(CONFIG, "")).fit(Plain(), **loaders())
-
-
-# --- several ranks ----------------------------------------------------------------------------------------------------
-
-RANKS = """
-import sys; sys.path[:0] = sys.argv[1].split(':')
-import logging, pathlib, time
-import plain as t
-from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter
-from lockstep.step.strategies.ddp import DistributedDataParallel
-class Apart(t.Counting):  # the ranks disagree in everything
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.06 if self.global_rank == 1 else 0)
-        found = super().training_step(batch, batch_idx)
-        return {**found, "loss": found["loss"] * (1 + 2 * self.global_rank)}
-    def validation_step(self, batch, batch_idx):
-        self.log('val/acc', [0.25, 0.5, 0.125][self.current_epoch] if self.global_rank == 0 else 0.0, batch_size=1)
-folder = pathlib.Path(sys.argv[2])
-t.torch.set_num_threads(1)
-logging.basicConfig(filename=folder / 'log', level='INFO')
-callbacks = Meter(log_every=3), Console(bar=False), Dashboard({'lr': 1}, ''), Checkpoint(folder, every=2)
-ddp = {'strategy': DistributedDataParallel(), 'devices': 2}
-trainer = t.trainer_with(folder, *callbacks, epochs=3, logger=t.board(folder), **ddp)
-trainer.fit(Apart(), **t.loaders())
-assert trainer.callback_metrics['train/loss'] == 2 * sum(range(13, 19)) / 6
-"""
-
-
-def test_two_ranks_measure_together_and_rank_zero_speaks(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    ranks = [forks.Fork([str(script), PATHS, str(tmp_path)], tmp_path, os.environ | env) for env in of_torchrun()]
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    curves = scalars(tmp_path / "tensorboard")
-    assert curves["train/loss"][:3] == [(1, 2.0), (3, 5.0), (6, 10.0)]  # rank one's loss is three times rank zero's
-    assert curves["train/acc"][:3] == [(1, 0.25), (3, 0.25), (6, 0.25)]
-    seen = {tag: [value for _, value in curve] for tag, curve in curves.items()}  # a busy machine spoils some
-    assert max(seen["worker_speed/1"]) < SIZE / 0.06 < max(seen["worker_speed/0"])  # both step at the same pace
-    assert (
-        max(seen["worker_time/compute"]) > 0.06 > 2 * min(seen["worker_time/all_reduce"])
-    )  # rank zero's waiting is none
-    assert set(curves) >= {"worker_memory/0", "worker_memory/1"}
-    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
-    assert (tmp_path / "log").read_text().count("INFO:lockstep:epoch") == 3
-    assert step_of(tmp_path / "checkpoints" / "last.ckpt") == 3 * STEPS
-    assert step_of(tmp_path / "checkpoints" / "best.ckpt") == 2 * STEPS
