@@ -128,22 +128,6 @@ def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], sa
     assert says in one_line(error), one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"transforms": {"test": []}}, "data.transforms.test: there is no such key"),
-        ({"mix": "mixin"}, "data.mix=mixin: must be 'mixup' or 'cutmix'"),
-        ({"mix_alpha": 0.2}, "data.mix_alpha=0.2: nothing is mixed"),
-        ({"mix": "mixup", "mix_alpha": 1e-320}, "data.mix_alpha=9.99989e-321: there is no beta distribution"),
-        ({"sampling": "even"}, "data.sampling=even: must be 'balanced'"),
-    ],
-)
-def test_what_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal) as error:
-        synthetic(**changes)
-    assert says in one_line(error), one_line(error)
-
-
 # --- a data set of one's own ------------------------------------------------------------------------------------------
 
 
