@@ -60,6 +60,12 @@ def test_another_error_is_no_lack_of_memory(project: Path, tmp_path: Path) -> No
     assert "out of memory" not in run.stderr
 
 
+def test_a_budget_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
+    run = Program(tmp_path)(*TASK, BUDGET, ok=False)
+    assert run.returncode == 2, str(run)
+    assert f"error: {BUDGET}: on a CPU it limits what {AUTO} tries; give that too" in run.stderr
+
+
 def test_what_an_error_says_of_memory() -> None:
     layout = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=6)
     step: Any = SimpleNamespace(step=11)
