@@ -39,8 +39,8 @@ dashboard: setup ## TensorBoard on outputs/, for this machine only; ARGS="--port
 quick: setup ## the tests without the whole-run proofs
 	@$(BIN)/python -m pytest $(BESIDE) -m "not slow" $(ARGS)
 
-test: quick ## the whole suite: those, then the proofs
-	@$(BIN)/python -m pytest $(BESIDE) -m slow $(ARGS)
+test: setup ## the whole suite, in one go: what two tests need is made once
+	@$(BIN)/python -m pytest $(BESIDE) $(ARGS)
 
 lint: setup ## ruff (rules and format), mypy, and the order of the rooms
 	@$(BIN)/ruff check

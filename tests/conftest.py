@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,22 +30,25 @@ from lockstep.launch.machine import gpu_count
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "LOCKSTEP_TEST_SESSION"
+# A run of six short steps an epoch.
+TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
+# A network with BatchNorm, and as few weights as it can have.
+NORMS = (*TINY, "data.image_size=20", "model=fast_cnn", "model.width=[4,4,8,8]", "logger=none")
+# What is random or keeps a state: augmentation, AdamW, clipping; two epochs.
+RANDOM = (
+    *("data=synthetic", "data.image_size=14", "data.num_classes=3", "data.augment={crop:2,flip:true,fill:zero}"),
+    *("optimizer=adamw", "lr=0.003", "gradient_clip_val=0.5", "max_epochs=2", "accelerator=cpu", "threads=1"),
+    *("callbacks=none", "logger=none"),
+)
 # A run to be struck: its steps take milliseconds, and it saves after every third.
 STRUCK = (
-    "data=synthetic",
-    "data.samples=415",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "model.dropout=0.25",
-    "batch_size=32",
-    "max_epochs=24",
-    "checkpoint_every=3",
-    "logger=none",
-    "threads=1",
+    *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
+    *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
 CUDA_VISIBLE_DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else ""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")
 Process = subprocess.Popen[str] | forks.Fork
 settings.register_profile("ours", deadline=None)  # a machine may stand still for a moment
@@ -96,6 +99,21 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return content
 
 
+def checkpoint_of(folder: Path, name: str = "last") -> dict[str, Any]:
+    """A checkpoint as anyone may read it: with plain torch, and nothing that could run code."""
+    import torch
+
+    content: dict[str, Any] = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    return content
+
+
+def template(folder: Path) -> Path:
+    """A copy of the template as a user has it."""
+    for part in ("src", "conf"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return folder
+
+
 def composed(*overrides: str, page: str = "train") -> dict[str, Any]:
     """What a program is given."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -111,13 +129,13 @@ def python(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.Completed
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE,
         check=False,
     )
 
 
 def forked(
-    program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 400
+    program: str | Path, *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program as it stands, in a fork: see forks.py. Sooner where it imports torch, else later: at its end, what
     the fork has imported is taken apart."""
@@ -133,15 +151,13 @@ def apart(one: Run, other: Run) -> float:
     """How far two runs' last weights are apart, as a part of their size; names must be the same."""
     import torch
 
-    a, b = (
-        torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for run in (one, other)
-    )
+    a, b = (checkpoint_of(run.folder)["state_dict"] for run in (one, other))
     assert list(a) == list(b)
     first, second = (torch.cat([value.double().flatten() for value in state.values()]) for state in (a, b))
     return float((first - second).norm() / second.norm())
 
 
-def wait_for(what: Callable[[], T], process: Process, seconds: float = 90) -> T:
+def wait_for(what: Callable[[], T], process: Process, seconds: float = PATIENCE) -> T:
     """What `what` returns as soon as that is true; fails when the process ends or time runs out before."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
@@ -231,14 +247,14 @@ class Program:
             start_new_session=True,
         )
 
-    def finish(self, process: Process, timeout: float = 180) -> Run:
+    def finish(self, process: Process, timeout: float = PATIENCE) -> Run:
         """Waits for a started program; one that takes more than `timeout` seconds is killed and fails the test."""
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             stdout, stderr = process.communicate()
-            pytest.fail(f"still running after {timeout} s: {process.args!r}\n{stdout}\n{stderr}")
+            pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
         assert process.returncode is not None
         return Run(process.returncode, stdout, stderr, self.outputs)
 
@@ -247,7 +263,7 @@ class Program:
         *overrides: str,
         env: dict[str, str] | None = None,
         cwd: Path = ROOT,
-        timeout: float = 180,
+        timeout: float = PATIENCE,
         ok: bool = True,
     ) -> Run:
         """Runs the program to its end. With `ok` any exit code but 0 fails the test, showing what the program said."""
@@ -280,23 +296,21 @@ def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template as a user has it: with modules of their own (own_modules.py), and a file that names one of them."""
-    folder = tmp_path_factory.mktemp("project")
-    for part in ("src", "conf"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    folder = template(tmp_path_factory.mktemp("project"))
     shutil.copy(ROOT / "tests" / "own_modules.py", folder / "src" / "mine.py")
     (folder / "conf" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.LitDigits\n")
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines (several.py); the test is skipped where they can't be made."""
     from network.machines import Machines, NoMachines
     from several import Site
 
     try:
-        with Machines(3) as made:
-            yield Site(made, tmp_path_factory.mktemp("site"))
+        with Machines(3) as made, closing(Site(made, tmp_path_factory.mktemp("site"))) as site:
+            yield site
     except NoMachines as reason:
         pytest.skip(str(reason))
 

@@ -19,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 LIBRARIES = (
     "hydra._internal.hydra",
@@ -88,36 +90,42 @@ def serve(asked: socket.socket) -> None:
 
 # --- its client -------------------------------------------------------------------------------------------------------
 
-_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
+class Server:
+    """The interpreter that is forked. `start` starts it, as Popen does: on another machine, say."""
 
-def _asks() -> socket.socket:
-    global _server
-    if _server is None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen) -> None:
+        self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
-        _server = process, ours
-    return _server[1]
+            self.process = start([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
+
+    def close(self) -> None:
+        """Ends it; programs that it has started go on."""
+        self.asks.close()
+        self.process.wait()
+
+
+@cache
+def _here() -> Server:
+    return Server()
 
 
 def close() -> None:
-    """Ends the server; programs that it has started go on."""
-    global _server
-    if _server is not None:
-        process, asks = _server
-        asks.close()
-        process.wait()
-        _server = None
+    """Ends the server of this machine, if there is one."""
+    if _here.cache_info().currsize:
+        _here().close()
+        _here.cache_clear()
 
 
 class Fork:
     """A running program; what a test needs of subprocess.Popen[str], whose words it has."""
 
-    def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, args: Sequence[str], cwd: Path, env: dict[str, str], server: Server | None = None) -> None:
         self.args = args
         pipes = [os.pipe() for _ in range(3)]
-        socket.send_fds(_asks(), [json.dumps([args, str(cwd), env]).encode()], [end for _, end in pipes])
+        socket.send_fds(
+            (server or _here()).asks, [json.dumps([args, str(cwd), env]).encode()], [end for _, end in pipes]
+        )
         for _, end in pipes:
             os.close(end)
         *streams, told = (os.fdopen(end, errors="replace") for end, _ in pipes)

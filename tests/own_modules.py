@@ -3,7 +3,6 @@
 import collections
 import os
 import signal
-import time
 
 import lightning.pytorch as pl
 import torch
@@ -249,12 +248,6 @@ class NoTest(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class SlowTest(LitDigits):
-    def test_step(self, batch, batch_idx):
-        time.sleep(float(os.environ.get("SLOW", "0")))
-        super().test_step(batch, batch_idx)
-
-
 class OneFails(LitDigits):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1 and self.trainer.global_step == 5:
@@ -309,17 +302,6 @@ def flip(tensor):
 
 
 # --- of the project's classifier --------------------------------------------------------------------------------------
-
-
-class MixedClassifier(MnistCNN):
-    def losses(self, logits, y):
-        return F.cross_entropy(logits, y, weight=torch.ones(CLASSES), reduction="none")
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        if not self.trainer.training:
-            return batch
-        x, y = batch
-        return x, F.one_hot(y, CLASSES).to(x.dtype)
 
 
 class OwnOptimizer(MnistCNN):

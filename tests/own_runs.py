@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run
+from conftest import Program, Run, checkpoint_of
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.order import DataOrder
@@ -14,17 +14,10 @@ from lockstep.run.opening import open_data
 
 DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
 TASK = (
-    "model=mine",
-    "data=synthetic",
-    *(f"data.{name}={value}" for name, value in DATA.items()),
-    "accelerator=cpu",
-    "batch_size=24",  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
-    "pieces=6",
-    "max_epochs=2",
-    "precision=64-true",
-    "logger=none",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
+    *("model=mine", "data=synthetic", *(f"data.{name}={value}" for name, value in DATA.items())),
+    *("accelerator=cpu", "precision=64-true", "threads=1", "max_epochs=2"),
+    *("batch_size=24", "pieces=6"),  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
+    *("logger=none", "callbacks.console=null", "callbacks.dashboard=null"),
 )
 DDP, DP, PIPELINE = (("strategy=" + name, "devices=2") for name in ("ddp", "dp", "pipeline"))
 BOTH = ("strategy=ddp,dp", "devices=2")
@@ -85,6 +78,6 @@ def batches(samples: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def same_as(folder: Path, net: torch.nn.Module, name: str = "last") -> bool:
     """Whether a run's checkpoint has these weights."""
-    found = torch.load(folder / "checkpoints" / f"{name}.ckpt", weights_only=True)["state_dict"]
+    found = checkpoint_of(folder, name)["state_dict"]
     pairs = ((found[f"net.{key}"], value) for key, value in net.state_dict().items())
     return all(torch.allclose(one, other, rtol=1e-10, atol=1e-12) for one, other in pairs)

@@ -95,19 +95,23 @@ class Counting(Plain):
         return {"loss": zero + self.trainer.global_step + 1, "acc": torch.tensor(0.25)}
 
 
+# A Trainer that only trains.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
 def trainer_with(tmp_path: Path, *callbacks: pl.Callback, epochs: int = 1, **options: Any) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        plugins=[AtomicCheckpointIO()],
-        num_sanity_val_steps=0,
-        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **{"devices": 1, "logger": False, "strategy": SingleDevice(torch.device("cpu")), **options},
-    )
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    usual = QUIET | {"enable_checkpointing": saves, "strategy": SingleDevice(torch.device("cpu"))}
+    made: dict[str, Any] = {"max_epochs": epochs, "callbacks": list(callbacks), "plugins": [AtomicCheckpointIO()]}
+    trainer = pl.Trainer(default_root_dir=tmp_path, **(usual | made | options))
     loop: Any = trainer.fit_loop.epoch_loop
     loop.follow_metrics = lambda: None  # no schedule here follows one
     return trainer

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import forks
 import pytest
-from conftest import ROOT, STRUCK, Process, Run, summary_of, wait_for
+from conftest import PATIENCE, ROOT, STRUCK, Process, Run, summary_of, template, wait_for
 from network.machines import Machines
 
 JOB = (*STRUCK, "exact=true", "pieces=4")
@@ -36,43 +40,54 @@ class Site:
         self.machines, self.names = machines, machines.names
         self.homes = [folder / f"home{index}" for index in range(len(machines.names))]
         for home in self.homes:
-            for part in ("src", "conf"):
-                shutil.copytree(ROOT / part, home / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-            home.joinpath("src", "project", "slow.py").write_text(SLOW)
+            template(home).joinpath("src", "project", "slow.py").write_text(SLOW)
             home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
+        self.servers = [forks.Server(partial(self._on, index)) for index in range(len(self.homes))]
+
+    def _on(self, index: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        home = self.homes[index]
+        return self.machines.start(
+            index, command, [other for other in self.homes if other != home], cwd=home, **options
+        )
 
     def start(
         self, index: int, *options: str, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
+    ) -> Process:
         home = self.homes[index]
-        return self.machines.start(
-            index,
-            [sys.executable, *launcher, str(home / "src" / "train.py"), *options],
-            hidden=[other for other in self.homes if other != home],
-            cwd=home,
-            env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        command, environment = [str(home / "src" / "train.py"), *options], {**os.environ, **(env or {})}
+        if not launcher:
+            return forks.Fork(command, home, environment, self.servers[index])
+        pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, *launcher, *command]
+        return self._on(index, command, env=environment, start_new_session=True, **pipe)
 
-    def start_all(self, *options: str, count: int | None = None) -> list[subprocess.Popen[str]]:
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+    def kill(self, index: int) -> None:
+        """SIGKILL to all that runs on the machine, but for what forks its programs."""
+        for pid in self.machines.processes(index):
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) != self.servers[index].process.pid:
+                    os.kill(pid, signal.SIGKILL)
+
+    def start_all(self, *options: str, count: int | None = None) -> list[Process]:
         """The same command on the first `count` machines, which meet by the first one's name."""
         count = count or len(self.homes)
         met = (f"num_nodes={count}", f"rdzv_endpoint={self.names[0]}:29500", "strategy=ddp")
         return [self.start(index, *JOB, *met, *options) for index in range(count)]
 
-    def finish(self, index: int, process: Process, timeout: float = 90) -> Run:
+    def finish(self, index: int, process: Process, timeout: float = PATIENCE) -> Run:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            self.machines.kill(index)
-            pytest.fail(f"machine {index} is still running after {timeout} s\n{process.communicate()}")
+            self.kill(index)
+            pytest.fail(f"machine {index} is still running after {timeout:.0f} s\n{process.communicate()}")
         assert process.returncode is not None
         return Run(process.returncode, stdout, stderr, self.homes[index] / "outputs")
 
-    def finish_all(self, processes: list[subprocess.Popen[str]], timeout: float = 90) -> list[Run]:
+    def finish_all(self, processes: list[Process], timeout: float = PATIENCE) -> list[Run]:
         return [self.finish(index, process, timeout) for index, process in enumerate(processes)]
 
     def saved(self, index: int, process: Process) -> None:
@@ -99,5 +114,5 @@ def ended_well(runs: list[Run], name: str) -> dict[str, object]:
     return summary_of(folder)
 
 
-def stop(process: subprocess.Popen[str], signum: int = signal.SIGTERM) -> None:
+def stop(process: Process, signum: int = signal.SIGTERM) -> None:
     os.kill(process.pid, signum)

@@ -180,24 +180,6 @@ def test_what_is_too_large_for_a_grid_of_float64_counts_as_not_finite(before: in
         assert torch.isnan(large).all() == (size > 1)
 
 
-def test_it_tells_which_tensors_were_given_anywhere() -> None:
-    group, addend = Group(2), [torch.ones(3), torch.ones(2), torch.ones(1)]
-    dealt = {0: [addend[0], None, None], 1: [None, addend[1], None]}
-
-    def process(rank: int) -> tuple[list[bool], Addend]:
-        exact = ExactSum(addend)
-        for _ in range(2):  # the second sum on a known grid
-            exact.begin()
-            exact.add(dealt[rank])
-            sums = exact.total(lambda tensor, op: group.all_reduce(rank, tensor, op))
-        return exact.given, sums
-
-    with ThreadPoolExecutor(2) as pool:
-        for given, sums in pool.map(process, range(2)):
-            assert given == [True, True, False]
-            assert same(sums, [*addend[:2], torch.zeros(1)])
-
-
 def test_memory_format_and_strides_do_not_matter() -> None:
     shapes = [(4, 2, 3, 3), (5, 3)]
     step = addends(4, 1, shapes=shapes)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run, summary_of
+from conftest import TINY, Program, Run, checkpoint_of
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
@@ -31,7 +31,6 @@ from lockstep.callbacks.pictures import Mistakes
 from lockstep.loading import DataModule, Spec
 from lockstep.run.opening import open_data
 
-TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 KINDS = ("scalars", "images", "tensors")
 
 
@@ -126,7 +125,7 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert min(board.tags["images"] + board.tags["scalars"]) == "headline/run", "it comes first"
     assert [event.step for event in board.events.Images("headline/run")] == [12, 18], "the end of both lives"
-    state = torch.load(ddp.folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"]
+    state = checkpoint_of(ddp.folder)["callbacks"]
     (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
     assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
         tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
@@ -138,20 +137,6 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
-def test_every_sample_counts_once_on_any_layout(ddp: Run, run_evaluate: Program) -> None:
-    """Also where devices outnumber batches. The worst mistakes are the same images in the same order."""
-    options = (f"checkpoint={ddp.folder}", "logger=tensorboard", "pieces=6", "batch_size=30", "threads=1")
-    run = run_evaluate(*options, "devices=1,3", "++data.samples=205,10", "-m")
-    shown = []
-    for folder in run.jobs:
-        found = Board(next((folder / "tensorboard").iterdir()))
-        pictures = {tag: found.image(tag).tobytes() for tag in found.tags["images"]}
-        assert set(pictures) == {"wrong/test_confusion", "wrong/test_mistakes"}
-        shown.append((pictures, float(summary_of(folder)["metrics"]["test/acc"])))
-    large, small = shown[::2], shown[1::2]
-    assert all(other == large[0] for other in large)
-    assert all(other == small[0] for other in small)
-    assert large[0][0]["wrong/test_confusion"] != small[0][0]["wrong/test_confusion"]  # the control
 
 
 def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:

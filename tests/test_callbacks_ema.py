@@ -10,34 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, wait_for, workers_of
+from conftest import NORMS, Program, checkpoint_of, wait_for, workers_of
 
 from lockstep.callbacks import EMA
 from lockstep.run.summary import weights_sha256
 
-TASK = (
-    "data=synthetic",
-    "data.samples=200",
-    "data.image_size=20",
-    "data.num_classes=3",
-    "model=fast_cnn",
-    "model.width=[4,4,8,8]",
-    "batch_size=32",
-    "max_epochs=3",
-    "logger=none",
-    "threads=1",
-)
+TASK = (*NORMS, "max_epochs=3")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
 LIGHTNINGS = (
     "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging",
     "+callbacks.ema.decay=0.8",
     "+callbacks.ema.update_every_n_steps=2",
 )
-
-
-def checkpoint(run: Run, name: str = "last") -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(run.folder / "checkpoints" / f"{name}.ckpt", weights_only=True)
-    return found
 
 
 def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_path: Path) -> None:
@@ -51,7 +35,7 @@ def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_pat
     assert lightnings.summary["metrics"]["test/loss"] == pytest.approx(loss, rel=1e-4)
     assert abs(plain.summary["metrics"]["test/loss"] / loss - 1) > 1e-2, "the control"
 
-    last = checkpoint(ours)
+    last = checkpoint_of(ours.folder)
     average, weights = last["state_dict"], last["current_model_state"]
     assert ours.summary["weights_sha256"] == weights_sha256(average)
     assert plain.summary["weights_sha256"] == weights_sha256(weights), "training itself is the same"
@@ -70,8 +54,8 @@ def test_an_interrupted_run_names_the_average_that_it_has_saved(run_train: Progr
     os.kill(workers_of(process)[0], signal.SIGTERM)
     run = run_train.finish(process)
     assert run.returncode == 143, str(run)
-    assert run.summary["weights_sha256"] == weights_sha256(checkpoint(run)["state_dict"])
-    assert run.summary["weights_sha256"] != weights_sha256(checkpoint(run)["current_model_state"])
+    assert run.summary["weights_sha256"] == weights_sha256(checkpoint_of(run.folder)["state_dict"])
+    assert run.summary["weights_sha256"] != weights_sha256(checkpoint_of(run.folder)["current_model_state"])
 
 
 def test_what_does_not_change_is_averaged_to_the_same_bits_and_whole_numbers_are_copied() -> None:

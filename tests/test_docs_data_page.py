@@ -8,21 +8,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program
+from conftest import ROOT, Program, template
 from PIL import Image
 
 pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-SHORT = ("max_steps=2", "threads=1", "num_workers=0", "accelerator=cpu", "logger=none")
+SHORT = ("max_steps=2", "batch_size=8", "threads=1", "num_workers=0", "accelerator=cpu", "logger=none")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the template, with the page's file and a folder of images that its list names."""
-    folder = tmp_path_factory.mktemp("project")
-    for part in ("src", "conf"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    folder = template(tmp_path_factory.mktemp("project"))
     ((name, text),) = re.findall(r"`(conf/[\w/.]+)`:\n\n```yaml\n(.*?)```", PAGE, re.DOTALL)
     (folder / name).write_text(text)
     (rows,) = re.findall(r"```csv\n(.*?)```", PAGE, re.DOTALL)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Program, summary_of
+from conftest import ROOT, Program, checkpoint_of, summary_of, template
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
@@ -25,6 +24,8 @@ COMMAND = re.compile(r"^    (python .*)$", re.MULTILINE)
 SHORTER = {
     "model=shuffle": "data.samples=320",
     "model=focal": "max_epochs=4",
+    "model=mine_f1": "max_epochs=3",
+    "accumulate_grad_batches=2": "max_epochs=8",
     "optimizer=rmsprop": "max_epochs=1",
     "logger=table": "max_epochs=1",
 }
@@ -35,9 +36,7 @@ ALL = ("threads=1",)
 def followed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The run folders of the page's commands, in its order, in a fresh copy of the template."""
     page = (ROOT / "docs" / "own.md").read_text()
-    project = tmp_path_factory.mktemp("project")
-    for part in ("src", "conf"):
-        shutil.copytree(ROOT / part, project / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    project = template(tmp_path_factory.mktemp("project"))
     blocks = BLOCK.findall(page)
     assert len(blocks) == page.count("```") // 2 == 13  # none is left out
     for name, text in blocks:
@@ -59,7 +58,7 @@ def test_the_model_trains_on_two_devices(followed: list[Path]) -> None:
 
 def test_an_installed_network_learns_its_classes_from_the_data(followed: list[Path]) -> None:
     assert summary_of(followed[1])["model"] == "shuffle"
-    state = torch.load(followed[1] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    state = checkpoint_of(followed[1])["state_dict"]
     assert "net.conv5.0.weight" in state
     assert len(state["net.fc.weight"]) == 10
 
@@ -67,7 +66,7 @@ def test_an_installed_network_learns_its_classes_from_the_data(followed: list[Pa
 def test_an_own_loss_is_used(followed: list[Path]) -> None:
     metrics = summary_of(followed[2])["metrics"]
     assert metrics["test/acc"] > 0.8
-    checkpoint = torch.load(followed[2] / "checkpoints" / "best.ckpt", weights_only=True)
+    checkpoint = checkpoint_of(followed[2], "best")
     net = MnistCNN(channels=1, image_size=28, num_classes=10).eval()
     net.load_state_dict(checkpoint["state_dict"])
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
@@ -79,7 +78,7 @@ def test_an_own_loss_is_used(followed: list[Path]) -> None:
 
 
 def test_an_optimizer_and_a_schedule_come_by_yaml_alone(followed: list[Path]) -> None:
-    checkpoint = torch.load(followed[3] / "checkpoints" / "last.ckpt", weights_only=True)
+    checkpoint = checkpoint_of(followed[3])
     (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     assert [group["weight_decay"] for group in optimizer["param_groups"]] == [0.0001, 0.0]
     assert [group["initial_lr"] for group in optimizer["param_groups"]] == [0.001, 0.001]
@@ -95,7 +94,7 @@ def test_the_data_is_learnt(followed: list[Path]) -> None:
 def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
     """It is that of the validation set as a whole, though two processes had half of it each."""
     folder = followed[5]
-    state = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    state = checkpoint_of(folder)["state_dict"]
     splits = open_data({"_target_": "project.data.digits", "val_fraction": 0.1}, "data")
     images, labels = splits.val.__getitems__(range(len(splits.val)))
     x = (images.flatten(1) / 255 - splits.spec.mean[0]) / splits.spec.std[0]
@@ -110,7 +109,7 @@ def test_the_metric_counts_every_sample_once(followed: list[Path]) -> None:
 def test_a_callback_ends_the_run(followed: list[Path]) -> None:
     summary = summary_of(followed[6])
     assert (summary["status"], summary["epochs"] < 20) == ("completed", True)
-    best = torch.load(followed[6] / "checkpoints" / "best.ckpt", weights_only=True)
+    best = checkpoint_of(followed[6], "best")
     assert 0 <= summary["epochs"] - (best["epoch"] + 1) <= 2  # its patience; of equals the later one is the best
     assert summary["metrics"]["test/acc"] > 0.8
 

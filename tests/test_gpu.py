@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import CUDA_VISIBLE_DEVICES, Program, apart
+from conftest import CUDA_VISIBLE_DEVICES, RANDOM, Program, apart
 from traces import traced
 
 pytestmark = pytest.mark.skipif(not CUDA_VISIBLE_DEVICES, reason="there is no GPU")
@@ -18,18 +18,9 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStreamSynchronize", "cuCtxSynchronize")
 TASK = (
-    "accelerator=gpu",
-    "data=synthetic",
-    "data.samples=600",  # 4 full steps and a tail
-    "data.image_size=14",
-    "data.augment={crop:2,flip:true,fill:zero}",
-    "model.dropout=0.3",
-    "batch_size=128",
-    "pieces=4",
-    "max_epochs=2",
-    "callbacks.console=null",
-    "callbacks.dashboard=null",
-    "logger=none",
+    *RANDOM,
+    *("accelerator=gpu", "data.samples=600", "batch_size=128", "pieces=4", "model.dropout=0.3"),  # 4 steps and a tail
+    *("callbacks=default", "callbacks.console=null", "callbacks.dashboard=null"),
 )
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import python, summary_of
+from conftest import forked, summary_of
 
 from lockstep.callbacks import preemption
 from lockstep.launch.signals import forwarding
@@ -19,7 +19,8 @@ from lockstep.run.config import check
 from lockstep.run.library import compose
 
 SAVE = """
-import os, signal
+import os, signal, sys
+sys.path.insert(0, "src")
 from lockstep.run import cli
 from train import train
 
@@ -35,7 +36,8 @@ cli.command(job, "train")
 
 @pytest.mark.parametrize("mode", [(), ("-m",)], ids=["run", "sweep"])
 def test_asked_to_save_when_there_is_nothing_to_save(tmp_path: Path, mode: tuple[str, ...]) -> None:
-    done = python(SAVE, *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
+    (tmp_path / "save.py").write_text(SAVE)
+    done = forked(tmp_path / "save.py", *mode, "max_steps=2", "batch_size=8", "logger=none", f"outputs={tmp_path}")
     assert done.returncode == 0, done.stderr
     (found,) = tmp_path.rglob("summary.json")
     assert summary_of(found.parent)["status"] == "completed"

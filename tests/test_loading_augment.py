@@ -22,20 +22,6 @@ def test_finish_normalises_in_the_modules_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(y, dataset.labels[micro_batch.ids])
 
 
-@pytest.mark.parametrize("fill", ["zero", "reflect"])
-def test_a_sample_is_augmented_alike_in_every_batch(fill: str) -> None:
-    dataset, augment = arrays(60, size=7, channels=3), Augment(crop=3, flip=True, fill=fill)
-    by_id: dict[int, torch.Tensor] = {}
-    for on in (layout(1, 12, 1), layout(1, 15, 5), layout(3, 12, 4, "dp"), layout(2, 12, 3)):
-        for rank in range(on.world_size):
-            data = module(splits(dataset, augment), on, rank)
-            for step_batch in step_batches(data):
-                for micro_batch in step_batch.micro_batches:
-                    for index, image in zip(micro_batch.ids.tolist(), data.finish(micro_batch)[0], strict=True):
-                        assert torch.equal(by_id.setdefault(index, image), image)
-    assert len(by_id) == 60
-
-
 def test_draws_are_keyed_by_seed_epoch_and_sample() -> None:
     augment, ids = Augment(crop=1), np.arange(1000)
     draws = augment.draws(1, 2, ids)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
-from small_models import mnist_cnn, task
+from lightning.pytorch import Callback, Trainer
+from plain import QUIET
+from small_models import mnist_cnn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import DummyBatchOnEmptyRank, ResumeState
-from project.models import MnistCNN
+from lockstep.callbacks import ResumeState
 from project.schedules import cosine
 
 pytestmark = [
@@ -40,11 +40,7 @@ def loader(items: list[tuple[Tensor, Tensor]]) -> DataLoader:
 
 
 def trainer(folder: Path, **changes: Any) -> Trainer:
-    quiet: dict[str, Any] = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
-        False,
-    )
-    return Trainer(**quiet, accelerator="cpu", devices=1, default_root_dir=folder, **changes)
+    return Trainer(**QUIET, use_distributed_sampler=False, default_root_dir=folder, **changes)
 
 
 def test_evaluation_in_a_trainer(tmp_path: Path) -> None:
@@ -62,29 +58,6 @@ def test_evaluation_in_a_trainer(tmp_path: Path) -> None:
     assert logged["test/loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, y)), rel=1e-6)
     ranks = (logits > logits.gather(1, y[:, None])).sum(1)
     assert logged["test/acc_top5"] == int((ranks < 5).sum()) / 21
-
-
-@pytest.mark.parametrize("without_a_sample", [False, True])
-def test_a_stand_in_is_forgotten(tmp_path: Path, without_a_sample: bool) -> None:
-    class Data(LightningDataModule):
-        def test_dataloader(self) -> Any:
-            return loader(batches(1))
-
-        def stand_in(self, split: str) -> bool:
-            assert split == "test"
-            return without_a_sample
-
-    class Users(MnistCNN):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            super().test_step(batch, batch_idx)
-            self.log("users_own", 7.0)
-
-    run = trainer(tmp_path, callbacks=[DummyBatchOnEmptyRank()])
-    run.test(Users(**task()), datamodule=Data(), verbose=False)
-    assert run.callback_metrics["test/count"] == (0 if without_a_sample else 3)
-    assert math.isnan(run.callback_metrics["test/loss"]) == without_a_sample
-    own = float(run.callback_metrics["users_own"])  # nan, but there: the other ranks sum it with theirs
-    assert math.isnan(own) if without_a_sample else own == 7.0
 
 
 class First(Callback):

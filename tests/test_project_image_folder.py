@@ -169,22 +169,6 @@ def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[st
     assert all(word in one_line(error) for word in words), one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
-        ({"mean": ["a", "b", "c"]}, "mean=['a', 'b', 'c']"),
-        ({"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
-        ({"std": 0}, "data.std=0: must be 3 numbers"),
-        ({"std": [0.2, 0.2, 0.0]}, "data.std=[0.2, 0.2, 0.0]: must be greater than 0"),
-    ],
-)
-def test_options_that_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal) as error:
-        open_data(config("image_folder", **options), "nowhere")
-    assert says in one_line(error)
-
-
 def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
     write_images(tmp_path)
     usual, given = image_folder(str(tmp_path)).spec, image_folder(str(tmp_path), mean=[0, 0, 0], std=[1, 2, 3]).spec

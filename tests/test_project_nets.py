@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
 import pytest
 import torch
-from conftest import Program
+from conftest import TINY, Program
 from small_models import task
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.build import make_module
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
 from project.models import Timm, Torchvision
 
 
@@ -120,33 +115,14 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
         torchvision(weights=str(tmp_path / "none.pth"))
 
 
-def test_a_file_of_weights_is_not_asked_for_where_a_checkpoint_brings_them(tmp_path: Path) -> None:
-    missing = f"model.weights={tmp_path / 'gone.pth'}"
-    overrides = ("model=torchvision", missing, "data=synthetic", "data.samples=20", "data.image_size=33")
-    config = check(dict(compose(*overrides, "batch_size=9")))
-    splits = open_data(config.data, config.data_dir)
-    make_module(replace(config, resume="last.ckpt"), splits)
-    with pytest.raises(Refusal, match="no such file"):
-        make_module(config, splits)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_a_named_net_is_the_same_bits_on_every_layout(library: str, tmp_path: Path) -> None:
-    arch = {"torchvision": "mobilenet_v3_small", "timm": "test_efficientnet"}[library]
-    pytest.importorskip(library)
-    run: tuple[str, ...] = (
-        f"model={library}",
-        f"model.arch={arch}",
-        "data=synthetic",
-        "data.samples=100",
-        "data.image_size=33",
-    )
-    run += ("data.num_classes=3", "batch_size=30", "pieces=3", "exact=true", "max_epochs=1", "lr=0.01", "logger=none")
+def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
+    run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")
+    run += ("data.image_size=33", "batch_size=30", "pieces=3", "exact=true", "lr=0.01", "logger=none")
     layouts = {"one": (), "ddp": ("strategy=ddp", "devices=2"), "dp": ("strategy=dp", "devices=3")}
     runs = [Program(tmp_path / name)(*run, *layout) for name, layout in layouts.items()]
     assert len({each.summary["weights_sha256"] for each in runs}) == 1
-    assert runs[0].summary["name"] == f"{arch}_synthetic"
+    assert runs[0].summary["name"] == "test_efficientnet_synthetic"
     other = Program(tmp_path / "other")(*run, "seed=1")
     assert other.summary["weights_sha256"] != runs[0].summary["weights_sha256"]
     Program(tmp_path / "tested", "src/evaluate.py")(f"checkpoint={runs[1].folder}")

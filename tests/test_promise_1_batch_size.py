@@ -81,27 +81,3 @@ def test_shares_are_whole_near_and_leave_nobody_out(total: int, shares: list[flo
     assert min(parts) >= 1
     order = sorted(range(len(shares)), key=lambda i: shares[i])
     assert all(parts[a] <= parts[b] + 1 for a, b in itertools.pairwise(order))
-
-
-def test_shares_of_a_known_case() -> None:
-    assert split(10, 2, (0.8, 0.2)) == [8, 2]
-    assert split(8, 3) == [3, 3, 2]
-
-
-def test_finer_layouts_divide_the_batch_and_at_least_double() -> None:
-    def finer(**options: int) -> list[int]:
-        return [layout.pieces for layout in make(**options).finer()]
-
-    assert finer(devices=2, batch_size=64) == [4, 8, 16, 32, 64]
-    assert finer(devices=2, batch_size=60) == [4, 10, 20, 60]
-    assert finer(devices=3, batch_size=64, pieces=4) == [8, 16, 32, 64]
-    assert finer(devices=2, batch_size=2) == []
-
-
-def test_the_step_in_one_line() -> None:
-    assert (
-        make(devices=4, batch_size=256, pieces=8).describe() == "step 256 samples = 8 pieces x 32 on 4 devices, 2 each"
-    )
-    assert make().describe() == "step 64 samples = 1 piece x 64 on 1 device"
-    assert make(devices=3, pieces=8).describe().endswith("on 3 devices, 3 + 3 + 2")
-    assert make(batch_size=1).describe() == "step 1 sample = 1 piece x 1 on 1 device"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from conftest import Program, apart, summary_of
+from conftest import Program, apart, checkpoint_of, summary_of
 from own_runs import BOTH, DATA, DP, Replica, batches, jobs, same_as, same_bits, train
 
 TINY = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "data.val_fraction=0", "logger=none", "threads=1")
@@ -39,7 +39,7 @@ def test_what_is_unfrozen_in_mid_run_is_trained_alike(project: Path, tmp_path: P
 
 def test_a_parameter_that_a_step_leaves_out_is_not_decayed(project: Path, tmp_path: Path) -> None:
     """Its gradient is None there, not zeros. The step is the epoch's last, of one sample: a rank has none."""
-    task = ("batch_size=20", "pieces=2", "threads=1")  # 81 samples: 4 x 20 + 1
+    task = ("batch_size=20", "pieces=2")  # 81 samples: 4 x 20 + 1
     plain = train(project, tmp_path / "plain", "Rarely", *task, "pieces=1")
     for run in jobs(project, tmp_path / "cut", "Rarely", *task, "exact=false,true", *BOTH):
         assert apart(run, plain) < 1e-10, run.summary["layout"]
@@ -57,7 +57,7 @@ def test_what_a_module_does_to_batches_is_the_same(project: Path, tmp_path: Path
 
 def test_a_loss_that_goes_past_forward_is_trained_on_or_refused(project: Path, tmp_path: Path) -> None:
     """Under dp and exact it would be without its gradient."""
-    task = ("max_epochs=1", "threads=1")
+    task = ("max_epochs=1",)
     dp, without = jobs(project, tmp_path / "dp", "Penalty,mine.LitDigits", *task, *DP)
     alone = train(project, tmp_path / "alone", "Penalty", *task)
     assert apart(dp, alone) < 1e-10
@@ -78,7 +78,7 @@ def test_pieces_that_devices_do_not_divide_and_a_tail_of_one_sample(run_train: P
         "callbacks.checkpoint.monitor=null", "exact=false,true", "strategy=ddp,dp", "devices=1,3", "-m",
     )  # fmt: skip
     summaries = [summary_of(job) for job in run.jobs]
-    states = [torch.load(job / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for job in run.jobs]
+    states = [checkpoint_of(job)["state_dict"] for job in run.jobs]
     assert [summary["layout"]["accumulate_grad_batches"] for summary in summaries] == [8, 3, 8, 3] * 2
     assert {(summary["steps"], summary["samples_seen"]) for summary in summaries} == {(6, 3 * 49)}
     for state in states:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
+import subprocess
 
 import pytest
 from conftest import Program, Run, listening, summary_of, workers_of
@@ -44,7 +44,7 @@ def test_a_sweep_of_two_machines_of_two_devices_goes_on_on_three_of_one(
     run_train(f"resume={run_train.outputs / 'copy'}", *alone)
     on_one = summary_of(run_train.outputs / "copy")
     assert summary_of(carried)["weights_sha256"] == on_one["weights_sha256"] != two
-    assert not [*site.homes[0].rglob("*.ckpt"), *site.homes[2].rglob("*.ckpt")]
+    assert not [file for index in (0, 2) for file in site.homes[index].glob("outputs/[cs]*/**/*.ckpt")]
 
 
 def test_torchrun_and_slurm(site: Site, one_device: Run) -> None:
@@ -98,14 +98,13 @@ def test_a_machine_that_waits_says_for_whom_and_hears_signals(site: Site) -> Non
         (0, "waiting for 1 more machine at", signal.SIGTERM, 143),
         (1, f"waiting for {site.names[0]}:29505", signal.SIGINT, 130),
     ):
-        process = site.start(index, *options)
+        process = site.start(index, *options, launcher=("-u",))
+        assert isinstance(process, subprocess.Popen)
         assert process.stderr is not None
         assert process.stderr.readline().startswith(said)
-        told = time.monotonic()
         stop(process, signum)
         run = site.finish(index, process)
         assert run.returncode == code, str(run)
-        assert time.monotonic() - told < 5
         assert run.stderr == f"interrupted by {signum.name}\n"
         ended = [summary_of(file.parent)["status"] for file in run.outputs.glob("waits/*/summary.json")]
         assert ended == ["interrupted"] * (index == 0)

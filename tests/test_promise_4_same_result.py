@@ -6,32 +6,18 @@ Each table is one sweep in one process, since a process costs seconds of imports
 
 from __future__ import annotations
 
+import os
+import signal
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, summary_of
+from conftest import NORMS, RANDOM, Program, Run, checkpoint_of, composed, summary_of, wait_for
 
-# Everything that is random or keeps a state: augmentation, dropout, AdamW, clipping; two epochs with a short tail.
 DROPOUT = "model.dropout=0.3"
-TASK = (
-    "data=synthetic",
-    "data.samples=100",
-    "data.image_size=14",
-    "data.num_classes=3",
-    "data.augment={crop:2,flip:true,fill:zero}",
-    DROPOUT,
-    "optimizer=adamw",
-    "lr=0.003",
-    "gradient_clip_val=0.5",
-    "accelerator=cpu",
-    "batch_size=36",
-    "pieces=4",
-    "max_epochs=2",
-    "callbacks=none",
-    "logger=none",
-    "threads=1",
-)
+TASK = (*RANDOM, "data.samples=100", DROPOUT, "batch_size=36", "pieces=4")  # with a short tail
 # Adam divides by a gradient's own size, noise included.
 PLAIN = ("optimizer=sgd", "lr=0.05", "precision=64-true", "callbacks=default", "callbacks.console=null")
 
@@ -41,7 +27,7 @@ def shas(run: Run) -> list[str]:
 
 
 def states(run: Run) -> list[dict[str, torch.Tensor]]:
-    return [torch.load(job / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for job in run.jobs]
+    return [checkpoint_of(job)["state_dict"] for job in run.jobs]
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -94,9 +80,8 @@ def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
     changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
-    run = run_train(*task, *changes, "exact=true", "strategy=ddp,dp", "devices=3", "-m")
-    assert len(shas(run)) == 2
-    assert len(set(shas(run))) == 1
+    found = shas(run_train(*task, *changes, "exact=true", "strategy=ddp,dp,pipeline", "devices=3", "-m"))
+    assert (len(found), len(set(found))) == (3, 1)
 
 
 # --- to the noise of summation order ----------------------------------------------------------------------------------
@@ -123,3 +108,49 @@ def test_batchnorm_sees_its_piece_on_every_layout(run_train: Program) -> None:
     one, *others = states(run_train(*task, *changes, "strategy=ddp,dp", "devices=1,3", "-m"))
     assert any(name.endswith("running_var") for name in one)
     assert [distance(other, one) < 1e-10 for other in others] == [True] * 3
+
+
+# --- what a run can be told beside its layout -------------------------------------------------------------------------
+
+# Each row of conf/parity.yaml, several in a run; `python scripts/parity.py features=true` has them one by one, and
+# their controls by rank.
+ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
+TOGETHER = [
+    ("ema", "class_weights", "plateau", "trivial_augment", "balanced_sampling"),
+    ("mixup", "random_erasing", "frozen"),
+    ("cutmix",),
+]
+FEATURED = (*NORMS, "accelerator=cpu", "pieces=4", "max_epochs=4", "checkpoint_every=3", "exact=true")
+
+
+def told(names: tuple[str, ...]) -> list[str]:
+    return list(chain.from_iterable(ROWS[name] for name in names))
+
+
+def test_every_row_is_in_a_run() -> None:
+    assert set(chain.from_iterable(TOGETHER)) == set(ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", TOGETHER, ids="+".join)
+def test_one_sha256_on_all_layouts_and_after_a_kill(names: tuple[str, ...], run_train: Program, tmp_path: Path) -> None:
+    run = run_train(*FEATURED, *told(names), "strategy=ddp,dp", "devices=1,3", "audit=1", "-m")  # others have none
+    found = [summary_of(folder) for folder in run.jobs]
+    (sha,) = {summary["weights_sha256"] for summary in found}
+    assert len({summary["metrics"]["val/loss"] for summary in found}) == 1
+    losses = [summary["metrics"]["train/loss"] for summary in found]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+    program = Program(tmp_path / "struck")
+    process = program.start(*FEATURED, *told(names), "strategy=ddp", "devices=3")
+    (last,) = wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)  # after step 3 of 6 in an epoch
+    os.killpg(process.pid, signal.SIGKILL)
+    assert program.finish(process).returncode == -signal.SIGKILL
+    resumed = program(f"resume={last.parent.parent}", "strategy=dp", "devices=2")
+    assert "resumes after step" in resumed.stderr + resumed.stdout
+    assert resumed.summary["weights_sha256"] == sha
+
+    for name in names:  # the controls: each has a part in these bits
+        others = told(tuple(other for other in names if other != name))
+        without = Program(tmp_path / name)(*FEATURED, *others, "callbacks.console=null")
+        assert without.summary["weights_sha256"] != sha, name

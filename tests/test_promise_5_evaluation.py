@@ -12,6 +12,7 @@ import torch
 from conftest import Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_callbacks_dashboard import Board
 from torch import Tensor
 
 from lockstep.step.metrics import Count, ExactMean
@@ -61,11 +62,14 @@ def test_broken_values_and_none_are_no_number() -> None:
 
 
 def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path) -> None:
-    """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many."""
+    """Also where the test set (3 images of the 7 x 1 training images) is smaller than the devices are many. The worst
+    mistakes are the same images in the same order."""
     tiny = ("data=synthetic", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1", "logger=none")
     trained = run_train(*tiny, "data.samples=205", "max_epochs=2")
     evaluate = Program(tmp_path / "evaluated", "src/evaluate.py")
-    run = evaluate(f"checkpoint={trained.folder}", "devices=1,5", "++data.samples=205,7", "batch_size=30", "-m")
+    shown = ("pieces=6", "logger=tensorboard")
+    run = evaluate(f"checkpoint={trained.folder}", "devices=1,5", "++data.samples=205,7", "batch_size=30", *shown, "-m")
+    drawn = []
     for first, count in ((0, 41), (1, 3)):
         found = [summary_of(job) for job in run.jobs[first::2]]
         assert [summary["layout"]["devices"] for summary in found] == [1, 5]
@@ -74,6 +78,11 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
         assert len({summary["metrics"]["test/correct"] for summary in found}) == 1
         losses = [summary["metrics"]["test/loss"] for summary in found]
         assert losses == pytest.approx([losses[0]] * 2, rel=1e-6)
+        boards = [Board(next((job / "tensorboard").iterdir())) for job in run.jobs[first::2]]
+        one, several = ({tag: board.image(tag).tobytes() for tag in board.tags["images"]} for board in boards)
+        assert one == several
+        drawn.append(one["wrong/test_mistakes"])
+    assert drawn[0] != drawn[1], "the control"
     tested = trained.summary["tested_step"]
     assert {summary_of(job)["tested_step"] for job in run.jobs} == {tested}
     for said in (trained.stderr, run.stderr):

@@ -17,7 +17,7 @@ from conftest import Process, Program, Run, wait_for, workers_of
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """On one device, exact: what every life below must end as."""
-    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs", fresh=True)(*JOB, "exact=true", "pieces=4")
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*JOB, "exact=true", "pieces=4")
 
 
 def strike(program: Program, process: Process, rank: int, signum: int, workers: int) -> None:

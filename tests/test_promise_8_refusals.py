@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from conftest import Program, Run, composed
 from hydra.core.global_hydra import GlobalHydra
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.launch import machine
 from lockstep.loading import Spec
@@ -92,6 +92,7 @@ REFUSED: list[tuple[str, str]] = [
     ("pieces=3 devices=4", "pieces=3.*4 devices.*pieces=4 or more"),
     ("pieces=8 devices=2 accumulate_grad_batches=2", "pieces=8 on 2 dev.*accumulate_grad_batches=4, not 2.*pieces=4"),
     ("memory_budget=0", "memory_budget=0: must be greater than 0"),
+    ("gradient_clip_algorithm=value", "gradient_clip_algorithm=value and gradient_clip_val=null don't go together"),
     ("accumulate_grad_batches=0", "accumulate_grad_batches=0: .*equal to 1 or 'auto'"),
     ("lr=-0.1", "lr=-0.1.*greater than 0"),
     ("lr=inf", "lr=inf: must be a finite number"),
@@ -193,12 +194,6 @@ def test_every_number_of_the_front_page_is_checked() -> None:
 def test_what_fits_is_taken(overrides: str) -> None:
     """The control: a check that refused everything would pass all tests above."""
     assert checked(*overrides.split()).layout.batch_size > 0
-
-
-def test_the_layout_alone_says_who_computes_what() -> None:
-    assert {field.name for field in fields(Config)} & {field.name for field in fields(Layout)} == {"strategy"}
-    auto = checked("devices=2", "accumulate_grad_batches=auto")
-    assert (auto.auto_accumulate, auto.layout.pieces) == (True, 2)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import checkpoint_io
 from lockstep.run import instantiate as making
 from lockstep.run.evaluation import config_of
-from lockstep.run.instantiate import instantiate
 
 NAMES = (
     *("os.system", "builtins.exec", "subprocess.Popen", "pickle.loads", "shutil.rmtree", "torch.hub.load"),
@@ -147,23 +146,3 @@ def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     without = evaluate("checkpoint=last", ok=False)
     assert without.returncode == 2, str(without)
     assert "its model._target_ is project.models.ImageClassifier, which no file of conf/model" in without.stderr
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (
-            {"_target_": "torch.nn.Linear", "in_feature": 3},
-            "model.in_feature: Linear takes no such option; leave it out (~model.in_feature); did you mean",
-        ),
-        ({"_target_": "math.pi"}, "model._target_=math.pi: can't be called with the keys of a config"),
-        (
-            {"_target_": "torch.nn.Linear", "in_features": 3},
-            "model: Linear(in_features=3): Linear.__init__() miss",
-        ),
-        ({"_target_": "torch.nowhere.Linear"}, "there is no module torch.nowhere"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(config: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal, match=re.escape(says)):
-        instantiate("model", config)

@@ -37,19 +37,10 @@ def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     assert summary.keys() == shell.keys()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("batchsize=3",), "batchsize: there is no such key; did you mean batch_size"),
-        (("data=image_folder", "data_dir=nowhere"), "nowhere"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], message: str
-) -> None:
+def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refusal, match=message) as refused:
-        lockstep.train(lockstep.compose(*overrides))
+    with pytest.raises(Refusal, match="nowhere") as refused:
+        lockstep.train(lockstep.compose("data=image_folder", "data_dir=nowhere"))
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("outputs/*"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Program, composed
+from conftest import TINY, Program, composed
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -21,7 +21,6 @@ from lockstep.run.config import check
 from lockstep.run.loggers import make_loggers
 
 Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
-TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
 
 
 def records(path: Path) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, Run, apart, summary_of
+from conftest import TINY, Program, Run, apart, summary_of
 from small_models import resnet18
 from torch import nn
 
@@ -141,18 +141,6 @@ def test_schedules_of_torch_know_the_length_of_the_run() -> None:
     assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
 
 
-def test_a_schedule_by_a_metric_goes_on_where_it_was(tmp_path: Path) -> None:
-    named = ("scheduler=plateau", "+scheduler.threshold=10", "scheduler.patience=0")
-    task = (*TASK, "threads=1", "strategy=ddp", "devices=2", "batch_size=50", *named)
-    whole = Program(tmp_path / "whole")(*task, "max_epochs=4")
-    cut = Program(tmp_path / "cut")(*task, "max_epochs=4", "max_steps=10")  # of four an epoch
-    Program(tmp_path / "cut")(f"resume={cut.folder}", "max_steps=null")
-    assert summary_of(cut.folder)["weights_sha256"] == whole.summary["weights_sha256"]
-    state = torch.load(whole.folder / "checkpoints" / "last.ckpt", weights_only=True)
-    assert "num_bad_epochs" in state["lr_schedulers"][0]
-    assert state["optimizer_states"][0]["param_groups"][0]["lr"] < 0.03
-
-
 FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")
 TASK = (
     "data=synthetic",
@@ -180,3 +168,27 @@ def test_a_fused_optimizer_makes_the_same_steps(tmp_path: Path) -> None:
     plain, fused = map(train, FUSED)
     assert plain.summary["steps"] == fused.summary["steps"] == 6
     assert apart(plain, fused) < 1e-12
+
+
+# What ends a run early, a schedule that goes up again, clipping by value
+ENDED = (
+    *(*TINY, "pieces=2", "exact=true", "logger=none", "callbacks=early_stopping"),
+    *("callbacks.early_stopping.patience=3", "callbacks.early_stopping.min_delta=1"),
+    *("gradient_clip_val=0.002", "gradient_clip_algorithm=value", "lr=0.3"),
+)
+
+
+@pytest.mark.slow
+def test_the_same_bits_on_another_layout_and_resumed(run_train: Program) -> None:
+    task = (*ENDED, "scheduler=warm_restarts")
+    told = run_train(*task, "max_epochs=9", "name=alone").stderr
+    rates = [line.rpartition("  lr ")[2] for line in told.splitlines() if "  lr " in line]
+    run_train(*task, "max_epochs=2", "strategy=ddp", "devices=2", "name=moved")
+    run_train(f"resume={next((run_train.outputs / 'moved').iterdir())}", "strategy=auto", "devices=1", "max_epochs=9")
+    run_train(*task, "max_epochs=9", "gradient_clip_algorithm=norm", "name=other")
+    names = ("alone", "moved", "other")
+    expected, moved, control = (summary_of(next((run_train.outputs / name).iterdir())) for name in names)
+    assert (moved["weights_sha256"], moved["steps"]) == (expected["weights_sha256"], expected["steps"])
+    assert expected["epochs"] == 4, "the first validation, and three that were no better by 1"
+    assert control["weights_sha256"] != expected["weights_sha256"]
+    assert len(set(rates)) > 1, rates

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, Run, composed, free_port, summary_of, wait_for
+from conftest import TINY, Program, Run, checkpoint_of, composed, free_port, summary_of, wait_for
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import environment as told
 from lockstep.run import config, slurm
 
-JOB = (
-    "data=synthetic",
-    "data.samples=256",
-    "data.image_size=12",
-    "data.num_classes=3",
-    "batch_size=8",
-    "checkpoint_every=4",
-    "logger=none",
-    "threads=1",
-)
+JOB = (*TINY, "data.samples=256", "batch_size=8", "checkpoint_every=4", "logger=none")
 LONG = (*JOB, "max_epochs=14")
 
 
@@ -136,8 +127,8 @@ def test_what_a_job_was_told_to_resume_it_goes_on_with(run_train: Program, clust
     first.write_bytes((folder / "checkpoints" / "last.ckpt").read_bytes())
     command = (f"resume={first}", "scheduler=constant", "max_epochs=8")
     terminated(run_train, cluster, *command)
-    later = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    assert later > torch.load(first, weights_only=True)["global_step"]
+    later = checkpoint_of(folder)["global_step"]
+    assert later > checkpoint_of(folder, "first")["global_step"]
     run = run_train(*command, env=environment(cluster, restarts=1))
     assert f"resumes after step {later}\n" in run.stderr
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import subprocess
 from pathlib import Path
 
 import torch
 
 from lockstep.run.provenance import git_info, versions
-from lockstep.run.summary import weights_sha256, write_summary
+from lockstep.run.summary import weights_sha256
 
 
 def test_the_digest_of_weights_sees_bits_and_names_only() -> None:
@@ -33,24 +30,6 @@ def test_the_digest_of_weights_sees_bits_and_names_only() -> None:
     assert weights_sha256({**state, "a": flipped}) != digest
     assert weights_sha256({"c" if name == "b" else name: value for name, value in state.items()}) != digest
     assert weights_sha256({**state, "extra": {"not": "a tensor"}}) == digest
-
-
-def test_a_summary_is_written_whole_and_as_json(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "summary.json"
-    summary = {
-        "status": "completed",
-        "metrics": {"val/loss": math.nan, "val/acc": 0.5},
-        "layout": {"exact": True},
-        "p": tmp_path,
-    }
-    write_summary(path, summary)
-    assert json.loads(path.read_text()) == {
-        "status": "completed",
-        "metrics": {"val/loss": None, "val/acc": 0.5},
-        "layout": {"exact": True},
-        "p": str(tmp_path),
-    }
-    assert os.listdir(path.parent) == ["summary.json"]
 
 
 def test_versions_and_git(tmp_path: Path) -> None:

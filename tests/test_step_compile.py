@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,14 +16,11 @@ import torch._dynamo
 import torch._inductor.config
 from conftest import Run, apart
 from own_runs import DDP, go_on, same_bits, train
-from silent import silent
 from test_step_loop import Net, fit
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import watchdog
-from lockstep.launch.keeper import Keeper
-from lockstep.launch.scratch import scratch_folder
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -103,32 +98,13 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch:
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("busy", ["writes", "stops"])
-def test_silence_is_noticed_where_nobody_compiles_or_writes(busy: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    with scratch_folder() as folder:
-        watch = watchdog.Watch(folder, ["rank 0", "rank 1"], timeout=1.5, meeting=Keeper())
-        together = context.Barrier(2)
-        workers = [context.Process(target=silent, args=(rank, busy, together)) for rank in range(2)]
-        for worker in workers:
-            worker.start()
-        while any(worker.is_alive() for worker in workers):
-            watch.look()
-            time.sleep(0.01)
-    found = watch.found
-    if busy == "writes":
-        assert not found, "the one that is busy, and the one that waits for it, live"
-    else:
-        assert found[workers[0].pid].startswith("rank 0"), "the one that the other waits for"  # type: ignore[index]
-
-
 @compiles
 @pytest.mark.slow
 def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path, tmp_path: Path) -> None:
     """Also one that goes on uncompiled, in the middle of an epoch."""
 
     def run(name: str, *overrides: str) -> Run:
-        options = ("data.samples=80", "threads=1", *overrides)  # epochs of three steps
+        options = ("data.samples=80", *overrides)  # epochs of three steps
         found = train(project, tmp_path / name, "LitDigits", *options)
         assert ("compiled, 1 thread" in found.stderr + found.stdout) == ("compile=true" in overrides)
         return found

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, summary_of
+from conftest import RANDOM, Program, checkpoint_of, summary_of
 from own_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
+from plain import QUIET
 from test_step_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
@@ -62,29 +63,12 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
     assert same_as(run.folder, by_hand(2, steps=4))
     assert same_as(run.folder, by_hand(2, left_out=2, steps=4), "best")
     assert not same_as(run.folder, by_hand(2, left_out=1, steps=4))
-    held = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    held = checkpoint_of(run.folder)["state_dict"]
     assert run.summary["weights_sha256"] == weights_sha256(held)
 
 
-# Everything that is random or keeps a state; two epochs with a tail of one sample, so that ranks have none.
-TASK = (
-    "model=fast_cnn",
-    "data=synthetic",
-    "data.samples=55",
-    "data.image_size=19",
-    "data.num_classes=3",
-    "data.augment={crop:2,flip:true,fill:zero}",
-    "optimizer=adamw",
-    "lr=0.003",
-    "gradient_clip_val=0.5",
-    "accelerator=cpu",
-    "batch_size=24",
-    "pieces=6",
-    "max_epochs=2",
-    "callbacks=none",
-    "logger=none",
-    "exact=true",
-)
+# A tail of one sample, so that ranks have none.
+TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "batch_size=24", "pieces=6", "exact=true")
 
 
 def test_one_sha256_over_layouts(run_train: Program) -> None:
@@ -140,11 +124,8 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
     strategy = make_strategy(layout, {})
     strategy.outdated = True  # so that DDP has no part in a synchronous step, either
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, **options}
-    trainer = StepTrainer(
-        kind(strategy, world_size, late), FiniteGradientCheck("stop", 1), 3, accelerator="cpu", devices=1, max_steps=4,
-        enable_checkpointing=False, limit_val_batches=0, default_root_dir=tmp_path, **options,
-    )  # fmt: skip
+    options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
+    trainer = StepTrainer(kind(strategy, world_size, late), FiniteGradientCheck("stop", 1), 3, **options)
     trainer.fit(module, datamodule=DataModule(splits(), layout, seed=3, num_workers=0))
     return trainer
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from plain import QUIET
 from torch import nn
 from torch.nn import functional as F
 
@@ -141,19 +142,7 @@ def fit(
     recorder = Recorder()
     if isinstance(module, Loud):
         module.calls = recorder.calls
-    options = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "callbacks": [recorder],
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": folder,
-        "max_epochs": 2,
-        "logger": False,
-        **options,
-    }
+    options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
     strategy = make_strategy(layout, {})
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)

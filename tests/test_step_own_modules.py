@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Program, Run, apart, summary_of
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+from conftest import Run, apart, checkpoint_of, summary_of
 from own_runs import DDP, DP, PIPELINE, go_on, jobs, same_bits, train
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from plain import scalars
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run import cli
-from lockstep.run.config import check
 from lockstep.run.instantiate import instantiate
-from lockstep.run.library import compose
-from lockstep.run.loggers import make_loggers
 from lockstep.run.resume import key
 
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
@@ -29,21 +24,18 @@ SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAvera
 # --- what a module may do on every layout -----------------------------------------------------------------------------
 
 
-def test_buffers_survive_a_step_on_scattered_devices(project: Path, tmp_path: Path) -> None:
-    """As on one device: whether they are changed in place or replaced."""
-    runs = jobs(project, tmp_path, "Buffers", "max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
-    one, dp = (torch.load(r.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for r in runs)
+def test_what_a_module_keeps_and_returns_on_scattered_devices(project: Path, tmp_path: Path) -> None:
+    """As on one device: buffers that are changed in place or replaced, outputs in a named tuple."""
+    task = ("max_epochs=1", "pieces=4", "strategy=dp", "devices=1,2")
+    *kept, one_named, dp_named = jobs(project, tmp_path, "Buffers,mine.Named", *task)
+    assert apart(dp_named, one_named) < 1e-10
+    one, dp = (checkpoint_of(run.folder)["state_dict"] for run in kept)
     assert one["seen"] == dp["seen"] == 81
     assert sorted(one["sizes"].tolist()) == sorted(dp["sizes"].tolist())
     assert one["norm.num_batches_tracked"] == dp["norm.num_batches_tracked"] == 4  # steps
     assert one["norm.running_mean"].abs().max() > 1e-3
     for name in ("norm.running_mean", "norm.running_var"):
         torch.testing.assert_close(dp[name], one[name], rtol=1e-10, atol=0)
-
-
-def test_outputs_in_a_named_tuple_come_from_scattered_devices(project: Path, tmp_path: Path) -> None:
-    one, dp = jobs(project, tmp_path, "Named", "max_epochs=1", "strategy=dp", "devices=1,2")
-    assert apart(dp, one) < 1e-10
 
 
 def test_more_ranks_than_validation_samples(project: Path, tmp_path: Path) -> None:
@@ -59,18 +51,11 @@ def test_a_module_without_a_test(project: Path, tmp_path: Path) -> None:
     assert (run.summary["status"], list(run.summary["metrics"])) == ("completed", ["train/loss"])
 
 
-def test_mixed_labels_and_weighted_classes_of_a_classifier(project: Path, tmp_path: Path) -> None:
-    mixed, plain = jobs(project, tmp_path, "MixedClassifier,mine.MnistCNN", "precision=32-true", "lr=0.05")
-    assert mixed.summary["metrics"]["test/acc"] == plain.summary["metrics"]["test/acc"]
-
-
 # --- what goes on after a stop ----------------------------------------------------------------------------------------
 
 
 def train_loss(run: Run) -> list[tuple[int, float]]:
-    """The curve of `train_loss` as TensorBoard shows it."""
-    events = EventAccumulator(str(next((run.folder / "tensorboard").iterdir())), size_guidance={"scalars": 0}).Reload()
-    return [(event.step, event.value) for event in events.Scalars("train_loss")]
+    return scalars(next((run.folder / "tensorboard").iterdir()))["train_loss"]
 
 
 def test_what_an_epoch_began_with_is_there_and_what_it_logs_stands_once(project: Path, tmp_path: Path) -> None:
@@ -111,27 +96,6 @@ def test_a_run_that_a_callback_ended_has_ended(project: Path, tmp_path: Path) ->
     again = go_on(project, run).summary
     assert (again["steps"], again["weights_sha256"]) == (8, before["weights_sha256"])
     assert go_on(project, run, "max_epochs=10").summary["steps"] == 12  # asked for, until the next check
-
-
-def test_csv_keeps_its_rows_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when that is cut short."""
-    config = check(dict(compose("logger=csv")))
-    (first,) = make_loggers(config, tmp_path, 0)
-    for step in (1, 2, 3):
-        first.log_metrics({"loss": float(step)}, step)
-    first.save()
-
-    def killed(writer: ExperimentWriter) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ExperimentWriter, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            make_loggers(config, tmp_path, 2)
-    for _ in range(2):
-        make_loggers(config, tmp_path, 2)
-        rows = list(csv.DictReader((tmp_path / "csv" / "metrics.csv").read_text().splitlines()))
-        assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.0"), ("2", "2.0")]
 
 
 # --- what is refused, and what is said --------------------------------------------------------------------------------
@@ -234,14 +198,6 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
     assert run.returncode == 1, str(run)
     assert run.summary["status"] == "failed"
     assert "rank 1 failed: ValueError: the file that is broken" in run.summary["error"]
-
-
-def test_an_evaluation_that_takes_long_is_not_silent(project: Path, tmp_path: Path) -> None:
-    run = train(project, tmp_path / "trained", "SlowTest", "max_steps=1", "data.samples=600")  # 120 to be tested
-    evaluate = Program(tmp_path / "evaluated", str(project / "src" / "evaluate.py"))
-    task = (f"checkpoint={run.folder}", "batch_size=12", "+hang_timeout=4", "accelerator=cpu")  # 10 batches of 0.6 s
-    found = evaluate(*task, "+model._target_=mine.SlowTest", cwd=project, env={"SLOW": "0.6"})
-    assert found.summary["metrics"]["test/acc"] == run.summary["metrics"]["test/acc"]
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import Process, Program, Run, ended, summary_of, wait_for, workers_of
+from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.resume import sweep_overrides as arguments
-from lockstep.sweeps.grid import Progress, duration
-from lockstep.sweeps.jobs import Job, Slot, slots
+from lockstep.sweeps.jobs import Slot, slots
 
-TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "batch_size=32")
-SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "threads=1", "logger=csv", "model.dropout=0.3")
+SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
 
 
@@ -169,18 +167,3 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])
-
-
-def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(total=4, metric="val/loss", mode="min")
-    for number, loss in enumerate((0.5, 0.25, 0.75)):
-        job = Job(number, Path(), [], label=f"seed={number}")
-        progress.ended(job, {"status": "failed" if number == 2 else "completed", "metrics": {"val/loss": loss}})
-    progress.ended(Job(3, Path(), []), {"status": "failed", "error": "no luck"})
-    said = capsys.readouterr().err.splitlines()
-    best = re.findall(r"best (.*?\))", "\n".join(said))
-    assert best == ["0.5 (job 0)", "0.25 (job 1)", "0.25 (job 1)", "0.25 (job 1)"]
-    assert said[-1] == "job 3 failed: no luck"
-    progress.ended(Job(4, Path(), []), {"status": "completed", "metrics": {"val/acc": 0.5, "test/acc": 0.5}})
-    assert "| no val/loss to choose by; validation logged: val/acc |" in capsys.readouterr().err
-    assert [duration(seconds) for seconds in (3, 400, 9000)] == ["3 s", "7 min", "2.5 h"]
