@@ -79,6 +79,11 @@ def test_one_sha256_in_other_precisions(layouts: Run, run_train: Program) -> Non
     assert len({bf16, double, shas(layouts)[0]}) == 3  # the control
 
 
+def test_one_sha256_of_one_piece_audited_or_not(run_train: Program) -> None:
+    run = run_train(*TASK, "exact=true", "pieces=1", "strategy=auto,dp", "audit=0,1", "-m")
+    assert (len(run.jobs), len(set(shas(run)))) == (4, 1), shas(run)
+
+
 def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None:
     found = shas(run_train(*TASK, "exact=true", "strategy=ddp,dp", "devices=2", "strategy.shares=[0.8,0.2]", "-m"))
     assert len(found) == 2

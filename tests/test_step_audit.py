@@ -45,9 +45,9 @@ def clean(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT, "audit=0")
 
 
-def test_a_clean_run_says_so_and_keeps_its_bits_metrics_and_buffers(project: Path, tmp_path: Path) -> None:
+def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_path: Path) -> None:
     options = ("exact=true", "precision=bf16-mixed", "audit=0,1", *DDP)
-    found = jobs(project, tmp_path, "Counts,mine.Buffers", *options)
+    found = jobs(project, tmp_path, "Counts,mine.Drops", *options)
     for plain, audited in zip(found[::2], found[1::2], strict=True):
         assert same_bits(plain, audited)
         assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
@@ -65,10 +65,10 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
         seen, right = min(s for s in took_part if s >= 2), max([s + 1 for s in took_part if s < 2], default=0)
         error = summary_of(folder)["error"]
         which = "net.1.weight, ... (4 of 4" if folder is runs[-1] else "net.1.weight (1 of 4"
-        told = (
+        begins = (
             rf"step {seen + 1}, piece \d: rank {device} \(cpu on \S+\) computed a wrong gradient of {re.escape(which)} "
         )
-        assert re.match(told + r"tensors\), and again when asked", error), error
+        assert re.match(begins + r"tensors\), and again when asked", error), error
         assert f"; it was not applied, and checkpoints up to step {right} are as good as known" in error
         assert max(steps_of(folder)) == seen
 

@@ -127,7 +127,8 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
         elif can_shrink and len(devices) > 1:
             del devices[wrong[0] if wrong else -1]
-            export(CUDA_VISIBLE_DEVICES=",".join(devices))
+            if wrong:
+                export(CUDA_VISIBLE_DEVICES=",".join(devices))
             now = laid_out(config, now.layout.num_nodes, len(devices))
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.arithmetic.audit import Choice, chosen, verdict
 from lockstep.arithmetic.layout import Layout, counted, listed
 from lockstep.launch.endings import WorkerFailed
+from lockstep.launch.environment import environment
 from lockstep.launch.group import of_ranks
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -43,15 +44,15 @@ class Audit:
         self.choice: Choice | None = None  # of the step under way
         self._first: Digests | None = None  # the owner's, on its rank
         self._right: dict[int, int] = {}  # by device, steps up to which it was known to be right
+        self._devices = range(layout.num_devices)
+        self._own = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
     def begin(self, trainer: Any, step_batch: StepBatch) -> Choice | None:
         """Before a step's passes: what is to be computed again of it."""
         order = trainer.datamodule.order
         sizes = list(map(len, order.pieces(*order.position(step_batch.step))))
         self.choice, self._first = chosen(self.share, self.seed, step_batch.step, sizes, self.layout), None
-        devices = range(self.layout.num_devices)
-        self._own = {trainer.global_rank} if self.layout.replicas > 1 else set(devices)
-        self._right = self._right or dict.fromkeys(devices, step_batch.step)
+        self._right = self._right or dict.fromkeys(self._devices, step_batch.step)
         return self.choice
 
     def note(self, micro_batch: MicroBatch, gradients: list[Gradients]) -> None:

@@ -106,9 +106,9 @@ class StepPasses:
             samples, on its device. Of a process without a sample, a loss of 0.
         """
         module, strategy, statistics = self._module, trainer.strategy, self.statistics
-        audit = (
-            self.gradients.audit if self.gradients.audit and self.gradients.audit.begin(trainer, step_batch) else None
-        )
+        audit = self.gradients.audit
+        if audit and not audit.begin(trainer, step_batch):
+            audit = None
         before = _values(module) if audit or self.finite.policy == "skip" else {}
         statistics.begin(step_batch)
         self.gradients.begin(step_batch)
