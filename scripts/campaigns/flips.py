@@ -81,7 +81,7 @@ class Flips(Callback):
 
     def _aim(self, trainer: Any, batch: Any) -> int:
         """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
-        order, share = trainer.datamodule.order, trainer.fit_loop.epoch_loop.passes.audit.share
+        order, share = trainer.datamodule.order, trainer.audit.share
         sizes = [len(ids) for ids in order.pieces(*order.position(batch.step))]
         choice = chosen(share, order.seed, batch.step, sizes, order.layout)
         if choice is None:
