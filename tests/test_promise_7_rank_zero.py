@@ -132,13 +132,14 @@ def test_a_monitor_that_nothing_logs_is_bad_input(run_train: Program, monitor: s
     assert not run.folders, "it is known before the first step"
 
 
-def test_a_run_that_is_refused_late_keeps_what_it_has_trained(run_train: Program) -> None:
+def test_a_run_that_is_refused_late_keeps_what_it_has_trained(run_train: Program, tmp_path: Path) -> None:
     stopping = "callbacks.stopping={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: train/x}"
     run = run_train(*SHORT, f"++{stopping}", ok=False)
     assert (run.returncode, run.summary["status"]) == (2, "failed"), str(run)
     again = run_train(f"resume={run.folder}", "callbacks.stopping.monitor=train/loss")
     assert f"resumes after step {run.summary['steps']}" in again.stderr
-    assert run_train(*SHORT).summary["weights_sha256"] == again.summary["weights_sha256"]
+    undisturbed = Program(tmp_path / "undisturbed")(*SHORT)
+    assert again.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
 def test_a_sweep_goes_on_after_failures(run_train: Program) -> None:

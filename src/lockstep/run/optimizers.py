@@ -123,7 +123,7 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     }
     if not config.trains:
         return {**numbers, "optimizer": None, "scheduler": None}
-    named = {**config.optimizer, "_partial_": True}
+    named: dict[str, Any] = {**config.optimizer, "_partial_": True}
     scale = named.pop("lr_scale", None)
     optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), lr_scale=scale)
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
@@ -214,8 +214,9 @@ class OptimizerCheck(pl.Callback):
         if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
             raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception
         if "conditioned on metric" in str(exception):  # Lightning's too: a monitor that nothing logs
+            writer: Any = trainer.strategy.checkpoint_io
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, Checkpoint):  # the run goes on from there, when it is told another
                     callback.save(trainer)
-                    trainer.strategy.checkpoint_io.wait()
+                    writer.wait()
             raise Refusal(str(exception)) from exception
