@@ -50,6 +50,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "pieces": lambda folder, _: steps.pieces(folder),
     "accuracy": lambda _, data_dir: accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
+    "busy": lambda *_: programs.busy(),
     "predict": lambda folder, _: predict(folder),
     "gpu": lambda folder, _: gpu(folder),
 }
