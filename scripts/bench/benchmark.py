@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders(folder),
+    "busy": lambda *_: programs.busy(),
     "gpu": lambda folder, _: gpu(folder),
 }
 
