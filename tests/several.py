@@ -15,7 +15,7 @@ from typing import Any
 
 import forks
 import pytest
-from conftest import PATIENCE, ROOT, STRUCK, Process, Run, summary_of, template, wait_for
+from conftest import PATIENCE, STRUCK, Process, Run, summary_of, template, wait_for
 from network.machines import Machines
 
 JOB = (*STRUCK, "exact=true", "pieces=4")

@@ -13,8 +13,8 @@ from typing import Any
 import forks
 import pytest
 import torch
-from conftest import wait_for
-from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, trainer_with
+from conftest import of_torchrun, wait_for
+from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal

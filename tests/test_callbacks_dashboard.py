@@ -137,8 +137,6 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
     assert not {"epoch", "val/count", "test/correct"} & set(board.tags["scalars"])
 
 
-
-
 def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
     for _ in range(2):  # what is there stays
         dashboard.link(ddp.outputs, tmp_path)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from plain import QUIET
-from small_models import mnist_cnn
+from small_models import mnist_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import ResumeState
+from project.models import MnistCNN
 from project.schedules import cosine
 
 pytestmark = [

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import TINY, Program, Run, checkpoint_of, composed, free_port, summary_of, wait_for
 
 from lockstep.arithmetic.layout import Refusal
