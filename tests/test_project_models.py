@@ -122,7 +122,12 @@ def test_pretrained_weights_are_used_or_their_place_is_named(tmp_path: Path, mon
 def test_pretrained_weights_are_not_asked_for_where_a_checkpoint_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchvision")
     asked = []
-    monkeypatch.setattr("project.models.resnet18._load_pretrained", lambda net: asked.append("downloaded"))
+
+    def downloaded(weights: Any) -> dict[str, Any]:
+        asked.append("downloaded")
+        return {}
+
+    monkeypatch.setattr("project.models.resnet18.downloaded", downloaded)
     options = ("data=synthetic", "data.samples=20", "data.channels=3", "model=resnet18", "model.pretrained=true")
     config = check(dict(compose(*options)))
     splits = open_data(config.data, config.data_dir)

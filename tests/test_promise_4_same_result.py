@@ -116,8 +116,8 @@ def test_batchnorm_sees_its_piece_on_every_layout(run_train: Program) -> None:
 # their controls by rank.
 ROWS: dict[str, list[str]] = composed(page="parity")["rows"]
 TOGETHER = [
-    ("ema", "class_weights", "plateau", "trivial_augment", "balanced_sampling"),
-    ("mixup", "random_erasing", "frozen"),
+    ("ema", "class_weights", "plateau", "trivial_augment"),
+    ("mixup", "random_erasing", "frozen", "balanced_sampling"),
     ("cutmix",),
 ]
 FEATURED = (*NORMS, "accelerator=cpu", "pieces=4", "max_epochs=4", "checkpoint_every=3", "exact=true")

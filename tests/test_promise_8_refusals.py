@@ -314,10 +314,6 @@ LATE = [
     ("callbacks=early_stopping callbacks.early_stopping.mode=up", "callbacks.early_stopping: `mode` can be min, max, "),
     ("callbacks.console.line_seconds=x", "callbacks.console.line_seconds=x: must be a valid number"),
     ("+debug.trainer.limit_val_batches=-1", "debug.trainer: You have passed invalid value -1"),
-    (
-        "callbacks=unfreeze callbacks.unfreeze.epoch=2 model.freeze=[net.conv*] max_steps=30",
-        "epoch=2: begins after step ",
-    ),
 ]
 
 

@@ -107,7 +107,10 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
         assert run.stderr.count("error") == 1
 
     outputs = Program(place / "outputs")
-    outputs(*(each for each in TUNED if not each.startswith("init_from")), "init_from=last", "max_steps=2", cwd=place)
+    short = outputs(
+        *(each for each in TUNED if not each.startswith("init_from")), "init_from=last", "max_steps=2", cwd=place
+    )
+    assert "callbacks.unfreeze.epoch=1: begins after step 8, and max_steps=2 ends before" in short.stderr
     base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
     assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
     for overrides, says in [
@@ -253,7 +256,8 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_of_two_machines_one_has_the_weights(site: Site, run_train: Program) -> None:
     task = (*JOB, "max_epochs=1")
-    base = site.finish(0, site.start(0, *task, "name=base")).folder
+    assert site.finish(0, site.start(0, *task, "name=base")).returncode == 0
+    (base,) = (site.homes[0] / "outputs" / "base").iterdir()
     processes = site.start_all("max_epochs=1", "name=tuned", "init_from=last", "seed=3", count=2)
     tuned = ended_well(site.finish_all(processes), "tuned")
     one = run_train(*task, "seed=3", f"init_from={base}").summary["weights_sha256"]

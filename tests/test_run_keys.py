@@ -204,7 +204,7 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
     raw = composed("accelerator=cpu", "lr_scaling=sqrt", "data=synthetic")
     read = re.search(rf"\b(?:config|cfg)\.{key}\b", ENGINE) is not None
     if key in LAYOUT or key in ("lr", "lr_scaling", "reference_batch_size"):
-        value = others.get(key, other(key, raw[key] if raw[key] is not None else 1, ""))
+        value = others[key] if key in others else other(key, raw[key] if raw[key] is not None else 1, "")
         if value is not None:
             raw |= {"batch_size": 64 * 3}
             before, after = check(raw), check(raw | {key: value})

@@ -1,5 +1,6 @@
 """Which parameters are trained, from when on, and which of them decay."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.checks import matching
+
+LOG = logging.getLogger("lockstep")
 
 
 def groups(module: nn.Module, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
@@ -89,7 +92,9 @@ class Unfreeze(BaseFinetuning):
             raise Refusal(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
         before = last * trainer.datamodule.order.steps_per_epoch
         if 0 <= steps <= before:
-            raise Refusal(f"callbacks.unfreeze.epoch={last}: begins after step {before}, and max_steps={steps}")
+            LOG.warning(
+                "callbacks.unfreeze.epoch=%d: begins after step %d, and max_steps=%d ends before", last, before, steps
+            )
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """No group is added to the optimizer: it has these parameters from the beginning, so that every schedule moves

@@ -116,7 +116,7 @@ def front_page(config_name: str) -> str:
     for folder in sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"):
         if f"- {folder.name}:" in text:
             groups.append(f"{folder.name}=")
-            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("*.yaml"))]
+            groups += [f"  {file.stem:<16} {_purpose(file)}" for file in sorted(folder.glob("[!_]*.yaml"))]
     notes = (
         "More: <group>=<name> --help shows that file's keys, -m sweeps over comma-separated values, --cfg job prints "
         "the config, --hydra-help has Hydra's flags."

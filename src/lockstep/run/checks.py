@@ -86,8 +86,8 @@ def show(value: Any) -> str:
 
 
 def options(group: str) -> list[str]:
-    """The files of a config group."""
-    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+    """The files of a config group, but for those that only others begin with."""
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:

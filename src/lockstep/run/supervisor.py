@@ -125,8 +125,7 @@ def _lead(meeting: Keeper, work: Callable[..., Any], config: Config, splits: Any
             print(f"{raised}; starting again, {left} of {config.max_restarts} times are left", file=sys.stderr)
         elif can_shrink and now.layout.devices > 1:
             now = laid_out(config, now.layout.num_nodes, now.layout.devices - 1)
-            if now.layout.accelerator == "gpu":
-                hide_gpu(wrong[0] if wrong else raised.local_rank)
+            hide_gpu(wrong[0] if wrong else raised.local_rank)
             going_on = f"going on with {now.layout.devices} of {asked.devices} workers"
             print(f"{raised}; {going_on}{' on each machine' * (asked.num_nodes > 1)}", file=sys.stderr)
         else:
