@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache, partial
@@ -35,10 +36,10 @@ NAMES = {
     "name",
     "_target_",
     "_partial_",
-    "pretrained",
-    "weights",
     "defaults",
-}  # the last two: of files that aren't here
+    "pretrained",  # it and the next are of files that aren't here
+    "weights",
+}
 # Where the kind of a value does not say which other one is good; of one file, or of all in the group.
 OTHER: dict[str, Any] = {
     "model.freeze": ["net.*.weight"],
@@ -86,7 +87,12 @@ def other(key: str, value: Any, file: str) -> Any:
 
 
 def keys_of(group: str, file: str) -> dict[str, Any]:
-    """The keys of a config file, dotted, with their values."""
+    """The keys of a config file, and of what it begins with that is no choice by itself, dotted, with their values."""
+
+    def read(name: str) -> dict[str, Any]:
+        content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
+        bases = [read(base) for base in content.get("defaults", ()) if str(base).startswith("_") and base != "_self_"]
+        return dict(ChainMap(content, *bases))
 
     def flat(above: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in content.items():
@@ -95,7 +101,7 @@ def keys_of(group: str, file: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 yield from flat(f"{above}.{name}", value)
 
-    found = dict(flat(group, yaml.safe_load((ROOT / "conf" / group / f"{file}.yaml").read_text()) or {}))
+    found = dict(flat(group, read(file)))
     of_callbacks = {f"{group}.{name}" for name in ("meter", "console", "dashboard", "pictures", "checkpoint", file)}
     left_out = {each.removeprefix(f"{file}: ") for each in BESIDE if each.partition(":")[0] in (file, each)}
     left_out |= of_callbacks if group == "callbacks" else set()

@@ -25,23 +25,27 @@ class ClassWeights(Callback):
         if weights not in (None, "balanced") and not (given and len(weights) == num_classes):
             ask = f"must be balanced, or {num_classes} numbers above 0, one for a class"
             raise ValueError(f"class_weights={weights}: {ask}")
-        self.weights, self.num_classes = weights, num_classes
+        self.given, self.num_classes = weights, num_classes
+        self.weights: Tensor | None = None  # of each class, when the data is known
         self.of_step: Tensor | None = None  # by class; their mean over the samples of the step under way is 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if stage == "fit" and self.weights == "balanced":
+        if stage != "fit" or self.given is None:
+            return
+        weights = self.given
+        if weights == "balanced":
             if data.splits.balanced:
                 one = "each makes up for rare classes by itself, so leave one out"
                 raise Refusal(f"model.class_weights=balanced and data.sampling=balanced don't go together: {one}")
             counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
-            self.weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
+            weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
+        self.weights = torch.tensor(weights, dtype=torch.float64)
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.weights is not None:
-            weights = torch.tensor(self.weights, dtype=torch.float64)
-            mean = weights[torch.from_numpy(trainer.datamodule.labels_of_step(batch))].mean()
-            self.of_step = (weights / mean).to(pl_module.device)
+            mean = self.weights[torch.from_numpy(trainer.datamodule.labels_of_step(batch))].mean()
+            self.of_step = (self.weights / mean).to(pl_module.device)
 
     def __call__(self, losses: Tensor, y: Tensor) -> Tensor:
         """Losses [n] of samples of the classes y [n], each times its weight in the step under way."""

@@ -202,9 +202,8 @@ class DataModule(pl.LightningDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            x = x.to(
-                dtype, copy=x.is_cuda
-            )  # kernels are chosen by alignment, and a view of a gather may begin anywhere
+            # kernels are chosen by alignment, and a view of a gather may begin anywhere
+            x = x.to(dtype, copy=x.is_cuda)
         return (x, *rest)
 
     def _normalise(self, images: Tensor, dtype: torch.dtype) -> Tensor:

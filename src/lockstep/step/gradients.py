@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.exact import ExactSum, alone
-from lockstep.step.audit import Audit
+from lockstep.step.audit import Audit, trained
 from lockstep.step.stages import runs
 
 Result = tuple[list[Tensor | None], list[float]]  # gradients, and under exact what the next grids follow
@@ -125,7 +125,7 @@ class GradientSum:
 
     def start(self, step_batch: Any) -> StartedSum:
         """Takes what the passes have left in the parameters, and starts its sum over all processes, which all call."""
-        parameters = [p for p in self.strategy.lightning_module.parameters() if p.requires_grad]
+        parameters = trained(self.strategy.lightning_module)
         own = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
