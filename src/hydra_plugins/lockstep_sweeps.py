@@ -1,8 +1,6 @@
 """How Hydra runs a sweep's jobs. Hydra takes plugins of this package only, and imports it at every start, so the work
 stands in `lockstep.sweeps`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig

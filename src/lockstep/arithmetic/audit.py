@@ -1,7 +1,5 @@
 """Which pieces are computed twice, and what the results of one piece say about who computed wrong."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

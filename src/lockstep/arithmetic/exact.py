@@ -12,8 +12,6 @@ for growth. What grows more is seen before it is rounded, and summed on a second
 Neighbouring small tensors share a grid: a network has many, and each operation costs more than its arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -3,8 +3,6 @@
 Pure: neither torch nor Lightning is imported, so bad numbers are refused before anything slow starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate as running_sum
@@ -99,7 +97,7 @@ class Layout:
             for number in range(count)
         ]
 
-    def finer(self) -> Iterator[Layout]:
+    def finer(self) -> Iterator["Layout"]:
         """The same step in more pieces of equal size, at least twice as many each time, and as many for each device."""
         by = self.num_devices if self.pieces % self.num_devices == 0 else 1
         least = 2 * self.pieces

@@ -5,8 +5,6 @@ resume can move them. The hash is SplitMix64's finaliser (Steele, Lea and Flood,
 generators, 2014), written in integer arithmetic, which no release of a library may change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise

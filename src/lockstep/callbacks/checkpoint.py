@@ -1,7 +1,5 @@
 """When a checkpoint is written, and which one is the best."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

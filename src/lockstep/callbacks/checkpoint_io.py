@@ -4,8 +4,6 @@ A checkpoint is torch's own zip file, readable by plain `torch.load`, which does
 byte in the weights would load and train. `load` looks.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """What a person sees of a run: a bar on a terminal, a line per epoch anywhere else. Rank zero only."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

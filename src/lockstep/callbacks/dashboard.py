@@ -1,7 +1,5 @@
 """Curves of what Meter measured, against optimizer steps, and TensorBoard's first page."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import suppress

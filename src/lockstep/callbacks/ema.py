@@ -1,7 +1,5 @@
 """An average of the weights over the steps, which is what a run validates, keeps and tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """What TensorBoard shows at first sight: the run in one picture, a page of the curves that matter, texts, HParams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

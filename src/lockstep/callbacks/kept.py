@@ -1,7 +1,5 @@
 """`checkpoint_keep`: checkpoints that stay beside last.ckpt."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

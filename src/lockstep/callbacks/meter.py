@@ -1,7 +1,5 @@
 """Measures a run: the means of what its steps return, speed, waiting, memory. Console and dashboard only show it."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys

@@ -1,7 +1,5 @@
 """What a classifier gets wrong: confusion matrix, accuracy by class, the worst mistakes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain, product

@@ -1,7 +1,5 @@
 """SIGTERM saves and ends, SIGUSR1 saves and goes on: on all ranks at the same optimizer step."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

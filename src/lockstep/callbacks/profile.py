@@ -1,7 +1,5 @@
 """Where a step's time goes: torch's own table, and its trace of a few steps."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What keeps ranks together: each is heard of, has a sample to evaluate, and holds the same weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

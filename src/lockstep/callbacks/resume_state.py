@@ -1,7 +1,5 @@
 """What Lightning leaves out of a checkpoint, and a run needs to go on as if it had never ended."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

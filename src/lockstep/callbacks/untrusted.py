@@ -1,7 +1,5 @@
 """What a checkpoint from a stranger may claim: no more than its file holds. docs/untrusted.md has the table."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from typing import Any

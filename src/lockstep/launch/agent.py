@@ -7,8 +7,6 @@ of its own; launch/meeting.py says which ranks are its. Under `torchrun` (or sev
 already: the function then runs in place.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

@@ -1,7 +1,5 @@
 """Files that are either the old one or the new one, whenever the process dies. Standard library only."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How a run ends, as what is raised, and as what is told to a worker's parent and to other machines."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

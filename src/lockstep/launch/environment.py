@@ -1,7 +1,5 @@
 """What the environment tells a process of its run, read once; and what a process tells those that it starts."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

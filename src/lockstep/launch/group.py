@@ -1,7 +1,5 @@
 """The default process group of a run's workers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -72,7 +70,7 @@ def join_external() -> None:
     _start(gpu, store, EXTERNAL_TIMEOUT)
 
 
-def _start(gpu: bool, store: Store, timeout: timedelta) -> None:
+def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -89,7 +87,7 @@ def _use_interface(address: str, several: bool) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
-def _port(agent: Store, address: str) -> int:
+def _port(agent: "Store", address: str) -> int:
     """That of rank zero's store, as soon as somebody listens: what is told first may be a port of a group that died."""
     deadline = time.monotonic() + EXTERNAL_TIMEOUT.total_seconds()
     while True:
@@ -103,7 +101,7 @@ def _port(agent: Store, address: str) -> int:
             time.sleep(0.05)
 
 
-def _agents_store() -> Store | None:
+def _agents_store() -> "Store | None":
     """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
     must keep a store."""
     from torch.distributed import PrefixStore, TCPStore
@@ -115,7 +113,7 @@ def _agents_store() -> Store | None:
     return PrefixStore(f"lockstep/{here.run_id}", store)
 
 
-def serve(listener: socket.socket) -> TCPStore:
+def serve(listener: socket.socket) -> "TCPStore":
     """A store on this socket only, where torch would listen on all addresses that the machine has. A Refusal where
     nobody can reach it: torch would try for an hour."""
     from torch.distributed import TCPStore

@@ -1,7 +1,5 @@
 """Any machine but the one that keeps the run: it does what that one says, see lockstep.launch.meeting."""
 
-from __future__ import annotations
-
 import platform
 import socket
 import threading

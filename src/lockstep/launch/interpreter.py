@@ -6,8 +6,6 @@ collecting while torch and Lightning are imported, 4.2 when the process then end
 less without scipy.signal.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

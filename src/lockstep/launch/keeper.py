@@ -1,7 +1,5 @@
 """The machine that keeps a run: it says who takes part and how the run goes on, see lockstep.launch.meeting."""
 
-from __future__ import annotations
-
 import platform
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Where messages go: rank zero to the console and `train.log`, every other rank to `rank_<n>.log`."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

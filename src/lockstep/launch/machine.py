@@ -1,7 +1,5 @@
 """What this machine has for a run; asked in the parent, without torch where there is no GPU."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

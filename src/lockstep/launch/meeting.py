@@ -9,8 +9,6 @@ Messages are lines of JSON, read as data and as nothing else. The threads that r
 looks at what was noted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

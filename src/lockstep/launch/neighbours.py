@@ -7,8 +7,6 @@ sleep. libgomp itself waits shortly (100 turns) as long as a process has more Op
 threads here wait for a core, some are added that do nothing. The bits of a result stay what they are.
 """
 
-from __future__ import annotations
-
 import ctypes
 import glob
 import sys

@@ -1,7 +1,5 @@
 """Addresses: where machines meet, and which interface of this one leads there."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import struct

@@ -1,7 +1,5 @@
 """A folder for what a run's processes keep for a moment, gone with them: also when they were killed."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Signals of a run: the parent passes them on, a worker remembers them until an optimizer step is done. No process
 outlives the one that it works for."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A rank that hangs makes all others wait in their next collective, so the culprit is the one that is least far.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

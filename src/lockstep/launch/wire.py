@@ -1,7 +1,5 @@
 """What the machines of a run say to each other: lines of JSON over a connection, read as data and as nothing else."""
 
-from __future__ import annotations
-
 import json
 import platform
 import socket
@@ -44,7 +42,7 @@ class Wire:
     """
 
     def __init__(
-        self, connection: socket.socket, noted: threading.Condition, hear: Callable[[Wire, Message], None]
+        self, connection: socket.socket, noted: threading.Condition, hear: Callable[["Wire", Message], None]
     ) -> None:
         self.heard = time.monotonic()
         self.closed = False

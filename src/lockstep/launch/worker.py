@@ -1,7 +1,5 @@
 """A worker process, from its first function to its last: what a parent starts, and what it hands back."""
 
-from __future__ import annotations
-
 import faulthandler
 import signal
 import time

@@ -4,8 +4,6 @@ A sample's augmentation is a function of the image and of uniform numbers that a
 made on the host. So it is the same in whichever batch, piece or process the sample lies, and after a resume.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

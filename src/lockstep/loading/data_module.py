@@ -1,7 +1,5 @@
 """The DataModule: loaders for one process, and the last steps of a batch on its device."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

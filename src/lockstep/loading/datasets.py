@@ -1,7 +1,5 @@
 """What a data set is to the rest: splits, what their images are, and how a batch is fetched from them."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From the order of samples to loaders: which samples a process fetches, and when. Nothing here has a state."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sets in memory, put on the GPU once: batches are then gathered there, and what travels are the samples' ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

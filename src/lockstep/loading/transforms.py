@@ -1,7 +1,5 @@
 """torchvision's transforms, sample by sample. What is random in them follows from (seed, epoch, sample), by `fetch`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

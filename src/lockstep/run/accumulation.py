@@ -1,7 +1,5 @@
 """`accumulate_grad_batches=auto`: tries before training into how many pieces a step must be cut to fit the memory."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import sys

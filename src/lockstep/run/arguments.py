@@ -1,8 +1,6 @@
 """The words of a command line: Hydra's flags, overrides, and the folders that it composes from; the help that they ask
 for, and what is near a name that is not there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

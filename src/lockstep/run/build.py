@@ -1,7 +1,5 @@
 """Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

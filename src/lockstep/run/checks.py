@@ -1,7 +1,5 @@
 """Bad values: pydantic finds the first one, and one line says what was typed and what would be right."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import os

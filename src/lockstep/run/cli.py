@@ -1,7 +1,5 @@
 """What all programs share: Hydra composes, refusals are one line, exit codes tell how it ended."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

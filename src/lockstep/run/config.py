@@ -3,8 +3,6 @@
 Nothing here imports torch (except to count GPUs where there are any), so bad input is refused within a second or two.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """Where a worker goes on, what must fit there, and what a user should know of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

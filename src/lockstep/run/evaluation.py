@@ -1,7 +1,5 @@
 """Tests a checkpoint on any layout, as a run of its own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A worker set up for the fast path: memory that stays, memory format, threads. Measured in docs/performance.md."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Makes what a config names by `_target_`, as Hydra does, with a line that says what is wrong where it can't."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ that the run goes on from, is put right by the next life. Weights are reproducib
 on every layout under `exact=true`; so the ledger needs it not, and names the layout where it counts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,8 +1,6 @@
 """Training from Python: what `src/train.py` does, without leaving the process. It is done in a process of its own: that
 one has computed nothing, so that its workers may be forked, and they run neither a script nor a notebook again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The loggers that a config names: rank zero opens them, a run that goes on goes on in the same ones."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Opens the data set that a config names: once, in the parent, so that forked workers share its memory."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The optimizer and the schedule that a config names, as a module gets them: what makes them, `functools.partial`s."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

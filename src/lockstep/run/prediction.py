@@ -1,7 +1,5 @@
 """A trained model's word on images that nobody has labelled."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

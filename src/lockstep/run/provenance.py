@@ -1,8 +1,6 @@
 """What made a run: versions, commit, machine, in `provenance.json`; and what was changed since the commit, in
 `git.diff`. Of it, config, code, data and versions must be the same wherever a run computes: its card."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

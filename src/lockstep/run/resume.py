@@ -2,8 +2,6 @@
 is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py). `sweep.resume=` does the
 same for the jobs of a sweep."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ conf/train.yaml and conf/evaluate.yaml; a default here is what a front page with
 What a group names by `_target_` checks its own options when it is made.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass as plain
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeAlias

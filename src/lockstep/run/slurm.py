@@ -1,7 +1,5 @@
 """Under SLURM: a job that is told to end asks to be queued again, and goes on in its folder when it starts again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

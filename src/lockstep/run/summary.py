@@ -1,8 +1,6 @@
 """What a run says about itself: the line that it starts with, and summary.json when it ends. For a parent too, which
 must not import torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 LAYOUT = ("strategy", "accelerator", "devices", "num_nodes", "pieces", "piece_size", "batch_size", "exact")
 
 
-def describe(config: Config, splits: Splits, steps: int, folder: Path, chosen: str = "") -> str:
+def describe(config: Config, splits: "Splits", steps: int, folder: Path, chosen: str = "") -> str:
     """The start-up line, with what was `chosen` for speed."""
     layout = config.layout
     order = DataOrder(len(splits.train), layout, config.seed)
@@ -58,9 +56,9 @@ class RunRecord:
     """What a run has come to, from which rank zero writes summary.json."""
 
     config: Config
-    splits: Splits
+    splits: "Splits"
     folder: Path
-    trainer: pl.Trainer
+    trainer: "pl.Trainer"
     started: float  # time.perf_counter()
     metrics: dict[str, float] = field(default_factory=dict)
     sha: str | None = None
@@ -108,7 +106,7 @@ class RunRecord:
         return summary
 
 
-def logged(trainer: pl.Trainer) -> dict[str, float]:
+def logged(trainer: "pl.Trainer") -> dict[str, float]:
     """What was logged, as plain numbers; counts are whole."""
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in found.items()}

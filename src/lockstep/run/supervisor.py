@@ -1,7 +1,5 @@
 """A run as the parent sees it: workers are launched, and a summary is left behind whatever happens to them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

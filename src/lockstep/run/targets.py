@@ -1,8 +1,6 @@
 """What a config names by `_target_`. The user's own config may name whatever is installed; what comes in a file from
 elsewhere, only what the user's own config names too, since it would be code otherwise."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a worker does: builds, goes on from a checkpoint where there is one, fits, tests, and says how it went."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import time

@@ -1,7 +1,5 @@
 """Weights from elsewhere, as far as they fit: what a new run begins with."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`audit=<share>`: of that share of steps one piece is computed again, by another device than its owner, and must come
 to the same bits. Else the step is not applied, and the run ends with the name of the device that computed wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Callable, Sequence

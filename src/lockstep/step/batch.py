@@ -1,7 +1,5 @@
 """What a loader yields: one process's part of one optimizer step, as micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,15 +60,15 @@ class StepBatch:
         """Samples that this process computes."""
         return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
 
-    def to(self, device: torch.device) -> StepBatch:
+    def to(self, device: torch.device) -> "StepBatch":
         """One whose tensors lie on `device`."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> StepBatch:
+    def pin_memory(self) -> "StepBatch":
         """One whose tensors lie in page-locked memory, from where a GPU fetches them in the background."""
         return self._moved(Tensor.pin_memory)
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> StepBatch:
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "StepBatch":
         found = apply_to_collection([(each.batch, each.draws) for each in self.micro_batches], Tensor, move)
         pairs = zip(self.micro_batches, found, strict=True)
         micro_batches = [replace(each, batch=batch, draws=draws) for each, (batch, draws) in pairs]

@@ -4,8 +4,6 @@ Left alone, a layer would apply its momentum once per piece on one device and on
 drift apart. The mean over the pieces is the same on every layout, and for one piece it is what torch does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`compile`: what goes with it and what it needs, checked before anything starts."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

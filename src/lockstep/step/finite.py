@@ -1,7 +1,5 @@
 """A gradient that is not finite: named with its step and samples, and stopped or skipped on all ranks alike."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

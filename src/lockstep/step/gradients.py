@@ -8,8 +8,6 @@ asynchronous SGD (Dean et al., Large scale distributed deep networks, 2012), but
 weights follows from the step alone, so a run is repeatable, and the same on every layout.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

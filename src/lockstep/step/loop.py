@@ -14,8 +14,6 @@ they change:
 - `call`, which calls hooks: under a profiler, and so that `self.log` knows which one runs.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 
@@ -79,7 +77,7 @@ class _StepLogs(_LoggerConnector):
 
 
 class _StepFitLoop(_FitLoop):
-    epoch_loop: StepLoop
+    epoch_loop: "StepLoop"
 
     def _iteration_based_training(self) -> bool:
         """With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice."""

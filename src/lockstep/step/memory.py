@@ -1,7 +1,5 @@
 """Where memory runs out: the line that says so, and a limit under which a number of pieces can be tried."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Means and counts in integers: the same numbers however samples are ordered, cut into chunks or dealt to devices."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torchmetrics import Metric

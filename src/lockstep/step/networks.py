@@ -5,8 +5,6 @@ that the checkpoint names: names of weights, checkpoints and `exact` stay. Shape
 would depend on what came before. Dropout draws what it draws uncompiled.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack

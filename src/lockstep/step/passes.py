@@ -1,7 +1,5 @@
 """The forward and backward passes of one optimizer step, and what is summed over its pieces."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

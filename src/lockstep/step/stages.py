@@ -1,7 +1,5 @@
 """A network as parts in a row, and where a pipeline cuts it into stages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise

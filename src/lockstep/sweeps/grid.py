@@ -1,7 +1,5 @@
 """A sweep: of the jobs that Hydra's sweeper has listed, those that are not complete are checked and run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -5,8 +5,6 @@ A job is forked from the sweep, which has imported everything and computed nothi
 run's is (launch/agent.py). Where fork is not to be had, or the workers exist already, jobs run in place, one at a time.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Data sets that need no file: the digits that ship with scikit-learn, and made-up images."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """MNIST, Fashion-MNIST and CIFAR-10, read from their files; what is missing is downloaded by torchvision."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import math

@@ -1,7 +1,5 @@
 """Image files as people have them: in a folder for each class; or without classes, to be predicted."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Sequence

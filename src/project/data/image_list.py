@@ -1,7 +1,5 @@
 """A CSV file that lists images and their labels."""
 
-from __future__ import annotations
-
 import csv
 import os
 from collections.abc import Sequence

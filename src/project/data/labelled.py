@@ -1,7 +1,5 @@
 """Labelled image files as a data set, how they are decoded, and their split into training, validation and test."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import time
@@ -56,7 +54,7 @@ class LabelledFiles:
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
 
-    def part(self, ids: NDArray[np.int64]) -> LabelledFiles:
+    def part(self, ids: NDArray[np.int64]) -> "LabelledFiles":
         return LabelledFiles(self.root, self.names[ids], self.labels[ids], self.image_size, self.channels)
 
     def fingerprint(self) -> str:

@@ -1,7 +1,5 @@
 """How a step reaches its devices: Lightning's strategies, and what they lack for steps in pieces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

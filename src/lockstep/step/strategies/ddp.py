@@ -1,7 +1,5 @@
 """`strategy=ddp`: Lightning's DDPStrategy, with what a step in pieces needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -10,8 +10,6 @@ one thread: CUDA kernels of different devices overlap all the same, because laun
 is a twin of the module, which has the module's attributes and another `forward`: the user's object stays as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

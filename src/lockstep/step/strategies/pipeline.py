@@ -12,8 +12,6 @@ takes forward and backward passes in turn, so that it keeps the activations of r
 Backward passes come in the order of the pieces, as on one device: sums have the same order, and the same bits.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import pickle

@@ -1,7 +1,5 @@
 """One device, and what every strategy tells the passes of a step about a micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
