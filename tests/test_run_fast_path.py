@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Program
 
-from lockstep.launch.machine import cores
+from lockstep.launch.machine import cores, limits
 
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
 COUNTED = f"""
@@ -44,6 +44,26 @@ def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> 
     assert "| 32-true | channels_last, 1 thread |" in chosen.stdout + chosen.stderr
     plain = run_train(*TASK, "data.samples=100", "max_steps=1", "memory_format=contiguous", "threads=2")
     assert "| 32-true | 2 threads |" in plain.stdout + plain.stderr
+
+
+@pytest.mark.parametrize(
+    ("told", "files", "found"),
+    [
+        ("0::/box/run", {"box/cpu.max": "150000 100000", "box/run/cpu.max": "max 100000"}, [1.5]),
+        ("0::/somewhere/else", {"cpu.max": "300000 100000"}, [3.0]),  # what a container is told, and what it sees
+        ("3:cpu,cpuacct:/box", {"cpu/box/cpu.cfs_quota_us": "50000", "cpu/box/cpu.cfs_period_us": "100000"}, [0.5]),
+        ("3:cpu:/box", {"cpu/box/cpu.cfs_quota_us": "-1", "cpu/box/cpu.cfs_period_us": "100000"}, []),
+        ("3:cpuset:/box\n0::/", {}, []),
+    ],
+)
+def test_a_limit_on_cpu_time_is_a_number_of_cores(
+    told: str, files: dict[str, str], found: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text(f"{told}\n")
+    for name, content in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{content}\n")
+    assert limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
 CROWDED = f"""

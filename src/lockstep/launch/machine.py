@@ -1,12 +1,13 @@
 """What this machine has for a run; asked in the parent, without torch where there is no GPU."""
 
 import glob
+import math
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lockstep.launch.environment import environment
 
@@ -14,8 +15,24 @@ BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for a processor's in
 
 
 def cores() -> int:
-    """Of the CPU, that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Of the CPU, that this process may use; of a container that is limited to 1.5 of them, 2."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min([there, *limits()])))
+
+
+def limits(told: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[float]:
+    """Cores that each control group of this process limits its time to, see cgroups(7); none, where none does."""
+    found: list[float] = []
+    with suppress(OSError):
+        for line in Path(told).read_text().splitlines():
+            _, kinds, path = line.split(":", 2)  # no kinds: version 2
+            for group in (PurePath(path), *PurePath(path).parents) if not kinds or "cpu" in kinds.split(",") else ():
+                folder = Path(root, "cpu" * bool(kinds), str(group).lstrip("/"))  # a container sees only its own, as /
+                files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
+                with suppress(OSError, ValueError):  # max: as much as there is
+                    quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
+                    found += [quota / period] if quota > 0 else []
+    return found
 
 
 def cores_of_each(workers: int) -> int:
