@@ -3,7 +3,7 @@
     python scripts/advise.py model=resnet18 data=cifar10 batch_size=256
     python scripts/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]   # on several machines?
 
-Says what this machine is, and what is wrong with it; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
+Says what this machine is; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
 and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
 `strategy.shares` that keep them all busy. With `link` it answers another question: what a step would take on several
 machines that are joined so (see `scaling.py`). Takes the config of train.py; writes advise.json.
@@ -27,10 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import scaling
 from common import machine
-from common.showing import wide_console
+from common.showing import markdown
 from network.link import Link
-from rich import box
-from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed, launch
@@ -78,14 +76,14 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
         raise Refusal("advise measures one machine, without torchrun")
-    facts, problems = machine.facts(), machine.problems()
-    print("\n".join([*facts, *(f"wrong: {problem}" for problem in problems)]), flush=True)
+    facts = machine.facts()
+    print("\n".join(facts), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
     splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
     find = partial(on_machines, links) if links else on_devices
     report = find(raw, splits, folder, seconds)
     print(report["answer"])
-    write_summary(folder / "advise.json", report | {"machine": facts, "problems": problems, "config": raw})
+    write_summary(folder / "advise.json", report | {"machine": facts, "config": raw})
 
 
 def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
         pieces = measure(largest, raw, splits, folder, steps, pieces=True)["pieces"]
         speeds = [max(pieces) / piece for piece in pieces]
     answer = conclusion(choices, config, speeds)
-    wide_console(120).print(table(choices))
+    print(table(choices))
     return {"answer": answer, "choices": [asdict(choice) for choice in choices], "speeds": speeds, "steps": steps}
 
 
@@ -132,7 +130,7 @@ def on_machines(
         return scaling.Computed(found["median"], found["ready"], found["sizes"])
 
     rows = scaling.predict(config, compression, links, part)
-    wide_console(120).print(scaling.table(rows))
+    print(scaling.table(rows))
     return {"answer": scaling.conclusion(rows), "machines": [asdict(row) for row in rows]}
 
 
@@ -186,15 +184,15 @@ def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     return train(config, splits, folder)
 
 
-def table(choices: list[Choice]) -> Table:
+def table(choices: list[Choice]) -> str:
     """The layouts, the fastest first."""
-    names = ("layout", "devices", "pieces of each", "samples of a piece", "ms a step", "GiB of a process", "")
-    shown = Table(*names, box=box.SIMPLE_HEAD)
+    rows = []
     for choice in choices:
-        sizes = map(str, (choice.devices, choice.accumulate_grad_batches, choice.piece))
-        measured = [] if choice.seconds is None else [f"{1000 * choice.seconds:.1f}", f"{choice.peak_gib:.2f}"]
-        shown.add_row(choice.strategy, *sizes, *(measured or ("", "")), choice.failed or "")
-    return shown
+        sizes = choice.devices, choice.accumulate_grad_batches, choice.piece
+        measured = ("", "") if not choice.seconds else (f"{1000 * choice.seconds:.1f}", f"{choice.peak_gib:.2f}")
+        rows.append((choice.strategy, *sizes, *measured, choice.failed or ""))
+    names = ("layout", "devices", "pieces of each", "samples of a piece", "ms a step", "GiB of a process", "")
+    return markdown(names, rows)
 
 
 def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> str:

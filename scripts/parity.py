@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from common.showing import wide_console
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from rich.console import Console
 from torch.utils.data import Subset
 from trials import differences, features
 from trials.judging import Distances, Row, allowed, distances, explain, judge, plot, table
@@ -141,7 +141,7 @@ def judge_features(found: dict[str, list[Row]], folder: Path, report: dict[str, 
     Raises:
         Different: one is not as promised, or a control was not seen.
     """
-    wide_console(170).print(features.table(found))
+    Console(width=170).print(features.table(found))
     write_summary(
         folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in found.items()}}
     )
@@ -159,7 +159,7 @@ def judge_layouts(
         Different: a layout differs, or a control was not seen.
     """
     rows, tolerance, text = compare(config, raw, steps, splits, folder / "trials")
-    console = wide_console(170)
+    console = Console(width=170)
     console.print(table(rows))
     console.print(text, highlight=False)
     write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})

@@ -10,7 +10,6 @@ one before is done. So of the link's time a step shows only what goes on after i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from common.showing import markdown
 from network.link import Link, bits_per_second
-from rich import box
-from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import Config
@@ -115,16 +113,22 @@ def buckets(one: Computed) -> list[tuple[float, int]]:
     return [*found, (ready, size)] if size else found
 
 
-def table(rows: list[Several]) -> Table:
-    shown = Table(
-        "link", "machines", "samples of each", "computes, ms", "all-reduce, ms", "step, ms", "times as fast as one",
-        box=box.SIMPLE_HEAD,
-    )  # fmt: skip
+def table(rows: list[Several]) -> str:
+    names = (
+        "link",
+        "machines",
+        "samples of each",
+        "computes, ms",
+        "all-reduce, ms",
+        "step, ms",
+        "times as fast as one",
+    )
+    alone = {row.link: row.step for row in rows if row.machines == 1}
+    cells = []
     for row in rows:
         times = (f"{1000 * seconds:.1f}" for seconds in (row.computing, row.reducing, row.step))
-        gain = next(one.step for one in rows if one.machines == 1) / row.step
-        shown.add_row(row.link, str(row.machines), str(row.samples), *times, f"{gain:.2f}")
-    return shown
+        cells.append((row.link, row.machines, row.samples, *times, f"{alone[row.link] / row.step:.2f}"))
+    return markdown(names, cells)
 
 
 def conclusion(rows: list[Several]) -> str:
@@ -154,23 +158,19 @@ def eaten(step: float, size: int, link: Link) -> tuple[int, int, float, float]:
     return half, best, step / seconds(best), step / seconds(2)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seconds", type=float, help="that one device takes for a step")
-    parser.add_argument("megabytes", type=float, help="of the gradient")
-    parser.add_argument("link", nargs="+", help="a rate (200mbit), or a folder of communication.py")
-    given = parser.parse_args()
-    print("| link | sends longer than it computes, from | fastest on | times one machine | 2 machines |")
-    print("|---|---|---|---|---|")
+def main(seconds: str, megabytes: str, *names: str) -> int:
     try:
-        for name, link in links(given.link, "outputs").items():
-            half, best, gain, two = eaten(given.seconds, int(1e6 * given.megabytes), link)
-            print(f"| {name} | {half} | {best} | {gain:.1f} | {two:.2f} |")
+        rows = []
+        for name, link in links(list(names), "outputs").items():
+            half, best, gain, two = eaten(float(seconds), int(1e6 * float(megabytes)), link)
+            rows.append((name, half, best, f"{gain:.1f}", f"{two:.2f}"))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
+    columns = ("link", "sends longer than it computes, from", "fastest on", "times one machine", "2 machines")
+    print(markdown(columns, rows))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 3 else __doc__)

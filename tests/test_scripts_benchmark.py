@@ -35,8 +35,8 @@ def player(folder: Path, name: str, last: int = 1000) -> tuple[list[str], Path]:
 def test_players_never_run_at_the_same_time(tmp_path: Path) -> None:
     (one, first), (two, second), (three, third) = (player(tmp_path, name) for name in ("one", "two", "three"))
     found = play({"one": [one], "both": [two, three]}, rounds=3, steps=5, skip=2, folder=tmp_path)
-    assert [len(outcome.blocks) for outcome in found.values()] == [3, 3]
-    assert all(block >= 3 * 0.002 for outcome in found.values() for block in outcome.blocks)
+    assert [len(blocks) for blocks in found.values()] == [3, 3]
+    assert all(block >= 3 * 0.002 for blocks in found.values() for block in blocks)
     spans = {
         log: [tuple(map(float, line.split())) for line in log.read_text().splitlines()]
         for log in (first, second, third)

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_day import Trial
-from parts import gpu
+from parts import steps
 from parts.players import OPPONENTS
-from parts.steps import race
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch import machine
@@ -27,16 +26,16 @@ from lockstep.run.training import check_sizes
 from lockstep.step.strategies.ddp import DistributedDataParallel
 
 TINY = replace(
-    gpu.GPU_CASES[0], batch=16, data=gpu.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
+    steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
 )
 
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
     monkeypatch.setattr("lockstep.run.config.lacking", lambda accelerator: None)  # a compiler, say
-    for case in gpu.GPU_CASES:
-        for options in gpu.OURS.values():
-            asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *gpu.BARE_TRAINING, *options))
+    for case in steps.GPU_CASES:
+        for options in steps.OURS.values():
+            asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
             assert asked.layout.accelerator == "gpu"
         assert int(0.9 * case.data["samples"]) % case.batch == 0  # else the tail would be compiled too
         assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
@@ -44,10 +43,10 @@ def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_commands")
-def test_a_case_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     """All sides make the same steps, else it fails: as it does with one that takes another order."""
-    monkeypatch.setattr(gpu, "BARE", {side: gpu.BARE[side] for side in ("plain", "levers")})  # bf16 may be emulated
-    lines = gpu.measure(TINY, tmp_path, "cpu", {"ours": ()})
+    pairs = steps.GPU_PAIRS[1:3]  # bf16 may be emulated
+    lines = steps.against(TINY, tmp_path, pairs, ("accelerator=cpu", *steps.GPU_TRAINING[1:]))
     assert [line.what.partition(": ")[2] for line in lines] == [
         "against the plain loop",
         "against the loop with every lever",
@@ -62,7 +61,7 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for side, path in (("plain", task), ("wrong", wrong))
     }
     with pytest.raises(RuntimeError, match=r"the weights of 'wrong' are \d\d"):
-        race(replace(TINY, rounds=0), sides, tmp_path, {"wrong": ("plain", TINY.limits[0])}, task)
+        steps.race(replace(TINY, rounds=0), sides, tmp_path, {"wrong": ("plain", TINY.limits[0])}, task)
 
 
 # --- a day's trials ---------------------------------------------------------------------------------------------------

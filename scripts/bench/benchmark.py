@@ -21,19 +21,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from common.machine import cpu_name
-from common.showing import wide_console
-from parts import programs, steps
-from parts.folders import folders
-from parts.gpu import gpu
+from common.showing import markdown
+from parts import folders, programs, steps
 from parts.players import Row
-from rich import box
-from rich.table import Table
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import cores, gpu_count
@@ -47,9 +42,9 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "pieces": lambda folder, _: steps.pieces(folder),
     "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
-    "folders": lambda folder, _: folders(folder),
+    "folders": lambda folder, _: folders.folders(folder),
     "busy": lambda *_: programs.busy(),
-    "gpu": lambda folder, _: gpu(folder),
+    "gpu": lambda folder, _: steps.gpu(folder),
 }
 
 
@@ -67,13 +62,11 @@ def main() -> int:
         if "gpu" in options.parts and not gpu_count():
             raise Refusal("gpu: this machine has no GPU that torch can use")
         chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
-        raw = Path(options.data_dir, "MNIST", "raw")
-        if "accuracy" in chosen and not (raw / "train-images-idx3-ubyte").is_file():
+        if "accuracy" in chosen and not Path(options.data_dir, "MNIST", "raw", "train-images-idx3-ubyte").is_file():
             raise Refusal(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    console = wide_console(150)
     failed = False
     for part in chosen:
         began = time.perf_counter()
@@ -84,34 +77,15 @@ def main() -> int:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue
-        seconds = time.perf_counter() - began
-        console.print(table(part, rows, seconds))
+        names = (part, "ours", "other", "ratio", "quartiles", "goal", "", "the same work")
+        print(markdown(names, [row.cells() for row in rows]), flush=True)
         options.json.mkdir(parents=True, exist_ok=True)
-        found = {"part": part, "rows": [asdict(line) | {"met": line.met} for line in rows]}
-        write_summary(options.json / f"{part}.json", found | {"seconds": seconds} | here())
+        found = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
+        found |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
+        found |= {"machine": machine, "versions": versions(), "git": git_info()}
+        write_summary(options.json / f"{part}.json", found)
     return int(failed)
-
-
-def here() -> dict[str, Any]:
-    """Where and when: what figures are worth nothing without."""
-    machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"machine": machine, "date": date, "versions": versions(), "git": git_info()}
-
-
-def table(part: str, rows: list[Row], seconds: float) -> Table:
-    """A line for each comparison."""
-    shown = Table("what", "ours", "other", "ratio", "quartiles", "goal", "", box=box.SIMPLE_HEAD)
-    for line in rows:
-        goal = "" if line.goal is None else f"{'>=' if line.at_least else '<='} {line.goal:g}"
-        verdict = {None: "", True: "met", False: "NOT MET"}[line.met]
-        sides = [f"{side:.4g} {line.unit}".strip() for side in (line.ours, line.other)]
-        quartiles = "" if line.spread is None else f"{line.spread[0]:.3f} .. {line.spread[1]:.3f}"
-        shown.add_row(line.what, *sides, f"{line.ratio:.3f}", quartiles, goal, verdict)
-        if line.check:
-            shown.add_row(f"[dim]  {line.check}[/dim]")
-    shown.title, shown.title_justify = f"{part} ({seconds:.0f} s)", "left"
-    return shown
 
 
 if __name__ == "__main__":

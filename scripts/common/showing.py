@@ -1,10 +1,9 @@
-"""What the programs show: tables on the terminal, plots as files and the looks that they share."""
+"""What the programs show: tables in Markdown, plots as files and the looks that they share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from rich.console import Console
 
 # Okabe and Ito, Color Universal Design, 2008, without yellow, which is too light for a line on white
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = COLOURS = (
@@ -15,12 +14,14 @@ LINES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X<>"
 
 
-def wide_console(width: int, highlight: bool = True) -> Console:
-    """A terminal; of a pipe, which has no width of its own, `width` characters wide."""
-    console = Console(highlight=highlight)
-    if not console.is_terminal:
-        console.width = width
-    return console
+def markdown(names: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table for the terminal and for a page; the first column is text, the others are adjusted to the right."""
+    cells = [list(names), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    return "\n".join(
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |" for row in cells
+    )
 
 
 def our_pyplot() -> Any:

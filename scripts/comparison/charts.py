@@ -5,103 +5,106 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import numpy as np
 from common.showing import our_pyplot, style
-from comparison.curves import Curve
-from comparison.groups import Group
+from comparison.runs import Group, Lines, brief
 
 pyplot = our_pyplot()
-MOST = 12  # groups in a plot of curves; the most accurate ones
+MOST = 12  # groups in a plot of curves; the first, which are the most accurate ones
 GRID = 200  # points of a mean over seeds
 DECADE = 10  # from the least to the most, from which on an axis is logarithmic
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind a number, where a line may pass
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
     """Draws what the groups have data for; returns the files' names."""
     shown = [group for group in groups if group.completed]
-    styles = {id(group): style(number) for number, group in enumerate(shown)}
-    best = sorted(shown, key=lambda group: -(group.mean("metrics", "test/acc") or 0))[:MOST]
-    curved = [group for group in shown if group in best]
     some = f" (the best {MOST} of {len(shown)})" if len(shown) > MOST else ""
     made = []
     for name, tag, title in (
         ("loss.png", "train/loss", f"Training loss{some}"),
         ("accuracy.png", "val/acc", f"Validation accuracy{some}"),
     ):
-        if any(tag in run.curves for group in curved for run in group.completed):
-            _curves(curved, styles, tag, title, folder / name)
+        if any(tag in run.curves for group in shown[:MOST] for run in group.completed):
+            _curves(shown[:MOST], tag, title, folder / name)
             made.append(name)
-    if any(group.mean("throughput", "samples_per_second") for group in shown):
-        _bars(shown, styles, folder / "speed.png")
+    if any(group.speed for group in shown):
+        _speeds(shown, folder / "speed.png")
         made.append("speed.png")
     return made
 
 
-def _curves(groups: Sequence[Group], styles: dict[int, Any], tag: str, title: str, path: Path) -> None:
+def _curves(groups: Sequence[Group], tag: str, title: str, path: Path) -> None:
+    """Of a group the seeds' mean value at the same samples seen, and the mean second at which they were."""
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True)
-    names = {"samples": "samples seen", "seconds": "seconds of training, validation included"}
-    for panel, axis in zip(panels, names, strict=True):
-        for number, group in enumerate(groups):
-            curves = [run.curves[tag] for run in group.completed if tag in run.curves]
-            _mean(panel, curves, axis, group.label, styles[id(group)], number / len(groups))
-        panel.set(xlabel=names[axis])
-        panel.set_xlim(left=0)
+    for number, group in enumerate(groups):
+        curves = [run.curves[tag] for run in group.completed if tag in run.curves]
+        if not curves:
+            continue
+        samples = curves[0].samples
+        if len(curves) > 1:
+            samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
+        values = np.stack([np.interp(samples, curve.samples, curve.values) for curve in curves])
+        seconds = np.stack([np.interp(samples, curve.samples, curve.seconds) for curve in curves])
+        every = max(1, len(samples) // 6)
+        marks = (number * every // len(groups), every)  # lines that coincide still show all their markers
+        for panel, x in zip(panels, (samples, seconds.mean(0)), strict=True):
+            panel.plot(x, values.mean(0), label=group.label, markevery=marks, markersize=5, **style(number))
+            panel.fill_between(x, values.min(0), values.max(0), color=style(number)["color"], alpha=0.12, linewidth=0)
+    panels[0].set(xlabel="samples seen", ylabel=tag)
+    panels[1].set(xlabel="seconds of training, validation included")
     panels[0].locator_params(axis="x", nbins=5)
     panels[0].xaxis.set_major_formatter("{x:,.0f}")
-    panels[0].set_ylabel(tag)
     least, most = panels[0].dataLim.intervaly
     if tag == "train/loss" and least > 0 and most / least >= DECADE:
         panels[0].set_yscale("log")
-    handles, labels = panels[0].get_legend_handles_labels()
     several = any(len(group.completed) > 1 for group in groups)
     figure.suptitle(title + (": mean over seeds, and from the least to the most" if several else ""))
+    handles, labels = panels[0].get_legend_handles_labels()
     columns = max(1, min(6, 120 // (6 + max(map(len, labels)))))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-    figure.savefig(path)
-    pyplot.close(figure)
+    _save(figure, path)
 
 
-def _mean(panel: Any, curves: Sequence[Curve], axis: str, label: str, look: dict[str, Any], shift: float) -> None:
-    """The seeds' mean value at the same samples seen, and the mean second at which they were."""
-    if not curves:
-        return
-    samples = curves[0].samples
-    if len(curves) > 1:
-        samples = np.linspace(max(c.samples[0] for c in curves), min(c.samples[-1] for c in curves), GRID)
-    values = np.stack([np.interp(samples, curve.samples, curve.values) for curve in curves])
-    seconds = np.stack([np.interp(samples, curve.samples, curve.seconds) for curve in curves])
-    x = samples if axis == "samples" else seconds.mean(0)
-    every = max(1, len(x) // 6)
-    marks = (int(shift * every), every)  # lines that coincide still show all their markers
-    panel.plot(x, values.mean(0), label=label, markevery=marks, markersize=5, linewidth=1.5, **look)
-    ends = values.min(0), values.max(0)
-    if len(curves) > 1 and x[0] < x[-1]:
-        panel.fill_between(x, *ends, color=look["color"], alpha=0.12, linewidth=0)
-    elif len(curves) > 1:  # one validation each
-        panel.vlines(x[0], ends[0][0], ends[1][0], color=look["color"], linewidth=1)
-
-
-def _bars(groups: Sequence[Group], styles: dict[int, Any], path: Path) -> None:
+def _speeds(groups: Sequence[Group], path: Path) -> None:
     """Samples per second; how well devices are used stands in the table."""
-    measured = [group for group in groups if group.mean("throughput", "samples_per_second")]
-    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(measured)))
-    speeds = [group.values("throughput", "samples_per_second") for group in measured]
-    means = [float(np.mean(values)) for values in speeds]
-    ends = [[mean - min(values), max(values) - mean] for mean, values in zip(means, speeds, strict=True)]
-    several = any(len(values) > 1 for values in speeds)
-    spread = {"xerr": np.transpose(ends), "ecolor": "#555555", "capsize": 3} if several else {}
-    colours = [styles[id(group)]["color"] for group in measured]
-    bars = axes.barh(range(len(measured)), means, color=colours, **spread)
-    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8, bbox=WHITE)
+    speeds = [group.values("throughput.samples_per_second") or [0.0] for group in groups]
+    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.36 * len(groups)))
+    means, ends = list(map(fmean, speeds)), _ends(speeds)
+    colours = [style(number)["color"] for number in range(len(groups))]
+    bars = axes.barh(range(len(groups)), means, xerr=ends, color=colours, ecolor="#555555", capsize=3)
+    axes.bar_label(bars, [f"{mean:,.0f}" for mean in means], padding=6, fontsize=8)
     axes.xaxis.set_major_formatter("{x:,g}")
-    axes.set_xlabel("samples per second" + (", from slowest to fastest seed" if several else ""))
-    axes.set_yticks(range(len(measured)), [group.label for group in measured], fontsize=8)
+    axes.set_xlabel("samples per second, from slowest to fastest seed")
+    axes.set_yticks(range(len(groups)), [group.label for group in groups], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.18)
     axes.grid(False, axis="y")
-    figure.suptitle("Speed")
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def draw_against(lines: Lines, key: str, folder: Path) -> str:
+    """Test accuracy against a key; returns the file's name."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    values = sorted({value for points in lines.values() for value in points})
+    for number, (label, points) in enumerate(lines.items()):
+        at, accuracies = [values.index(value) for value in points], list(points.values())
+        axes.errorbar(at, list(map(fmean, accuracies)), _ends(accuracies), capsize=3, label=label, **style(number))
+    axes.set_xticks(range(len(values)), [brief(value) for value in values])
+    axes.set(xlabel=key, ylabel="test accuracy: mean, and from the least to the most")
+    axes.legend()
+    name = f"by_{key.rpartition('.')[2]}.png"
+    _save(figure, folder / name)
+    return name
+
+
+def _ends(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """How far least and most are from the means."""
+    return [[fmean(each) - min(each) for each in values], [max(each) - fmean(each) for each in values]]
+
+
+def _save(figure: object, path: Path) -> None:
+    pyplot.figure(figure)
+    pyplot.savefig(path)
     pyplot.close(figure)

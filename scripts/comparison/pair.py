@@ -9,12 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.showing import markdown
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from yaml import YAMLError
 
 from lockstep.arithmetic.layout import Refusal
@@ -83,33 +80,24 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def report(console: Console, folders: tuple[Path, Path]) -> None:
-    """Prints the comparison.
+def report(*folders: Path) -> str:
+    """Two runs' differences as a table, and what can't be seen in it.
 
     Raises:
         Refusal: as `facts`.
     """
     one, other = map(facts, folders)
-    shown = Table("", "", box=box.SIMPLE_HEAD)
-    for folder in folders:
-        shown.add_column(Text(str(folder)), overflow="fold")
-    same: list[str] = []
-    unknown: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    same: dict[bool, list[str]] = {True: [], False: []}  # sections without a difference, by whether they say anything
     for section, values in one.items():
         both = {key: (values.get(key, ABSENT), other[section].get(key, ABSENT)) for key in values | other[section]}
-        differing = [(key, *map(show, pair)) for key, pair in both.items() if pair[0] != pair[1]]
-        for number, cells in enumerate(differing):
-            shown.add_row("" if number else section, *map(Text, cells))
+        differing = [(section, key, *map(show, pair)) for key, pair in both.items() if pair[0] != pair[1]]
+        rows += differing
         if not differing:
-            (same if both else unknown).append(section)
-    if shown.rows:
-        console.print(shown)
-    if same:
-        console.print(f"the same in both: {', '.join(same)}")
-    if unknown:
-        console.print(f"neither tells: {', '.join(unknown)}")
-    digests = [side["outcome"].get("weights_sha256") for side in (one, other)]
-    if None in digests:
-        console.print("weights: a run without an end has none to compare")
-    else:
-        console.print(f"weights: {'the same' if digests[0] == digests[1] else 'different'} bits")
+            same[bool(both)].append(section)
+    said = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
+    said += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
+    said += [f"neither tells: {', '.join(same[False])}"] if same[False] else []
+    digests = {side["outcome"].get("weights_sha256") for side in (one, other)}
+    bits = "the same bits" if len(digests) == 1 else "different bits"
+    return "\n".join([*said, f"weights: {'a run without an end has none to compare' if None in digests else bits}"])

@@ -1,11 +1,13 @@
 """The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
 
     python scripts/bench/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16] [--device cuda]
+    python scripts/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
 
 As fast as its kind can be: no metrics, no logger, no validation, one line every 50 steps. `--levers` gives it all that
 Lockstep's default path uses: freed memory is kept (mallopt), channels_last, index_select. On a GPU they are
 channels_last, images, labels and order on the device, a fused optimizer and cuDNN's choice by timing. The task is a
-file that benchmark.py wrote: images, labels, order of samples, initial weights.
+file that benchmark.py wrote: images, labels, order of samples, initial weights. With `--memory` it is as sparing as its
+kind can be: grey images of 28 x 28 as bytes, a batch made float at a time.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ NETWORKS = {"mnist_cnn": mnist_cnn, "resnet18": resnet18}
 
 
 def main() -> None:
-    """Trains until nobody gives it a turn any more, or the order of samples ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--task", required=True)
+    parser.add_argument("--task")
+    parser.add_argument("--memory", nargs=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--levers", action="store_true")
     parser.add_argument("--precision", choices=["32", "bf16"], default="32")
@@ -53,6 +55,14 @@ def main() -> None:
     parser.add_argument("--compile", help="a mode of torch.compile")
     parser.add_argument("--pieces", type=int, default=1, help="that gradients are accumulated over")
     options = parser.parse_args()
+    if options.memory:
+        sparing(options.memory[0], *map(int, options.memory[1:]))
+    else:
+        fast(options)
+
+
+def fast(options: argparse.Namespace) -> None:
+    """Trains until nobody gives it a turn any more, or the order of samples ends."""
     torch.set_num_threads(options.threads)
     if options.levers:
         libc = ctypes.CDLL("libc.so.6")
@@ -90,6 +100,17 @@ def main() -> None:
         if step % 50 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
         turns.step(net.parameters())
+
+
+def sparing(model: str, batch_size: int, steps: int, samples: int) -> None:
+    images = torch.randint(256, (samples, 1, 28, 28), dtype=torch.uint8)
+    labels = torch.arange(samples) % 10
+    net = NETWORKS[model](1, 28, 10)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    for index in torch.randperm(samples).split(batch_size)[:steps]:
+        optimizer.zero_grad()
+        cross_entropy(net(images[index].float() / 255), labels[index]).backward()
+        optimizer.step()
 
 
 if __name__ == "__main__":

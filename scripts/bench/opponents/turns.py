@@ -3,7 +3,8 @@
 A player is any training program that calls `begin()` before its loop and `step(parameters)` after each optimizer step.
 It reads TURNS, `<fd of a connection>,<steps of a block>,<first that don't count>`: a message allows it a block, and it
 answers with the seconds of that block's steps. Between its turns it sleeps. Without TURNS both calls do nothing. A GPU
-is waited for where the counted steps begin and where they end.
+is waited for where the counted steps begin and where they end. WEIGHTS, `<step>,<path>`, says where the parameters
+after that many steps are saved, to be compared.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from typing import Any
 
 
 class Turns:
-    """A player's side.
-
-    WEIGHTS, `<step>,<path>`: where the parameters after that many steps are saved, to be compared.
-    """
+    """A player's side."""
 
     def __init__(self) -> None:
         self.number, self.steps, self.skip = map(int, os.environ.get("TURNS", "0,0,0").split(","))
@@ -67,3 +65,16 @@ def wait_for_gpu() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def callback() -> Any:
+    """A training loop of Lightning's as a player; its rank zero waits for turns, the other ranks for it."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    turns = Turns()
+    return LambdaCallback(
+        on_train_start=lambda trainer, module: turns.begin() if trainer.is_global_zero else None,
+        on_train_batch_end=lambda trainer, module, *_: (
+            turns.step(module.parameters()) if trainer.is_global_zero else None
+        ),
+    )

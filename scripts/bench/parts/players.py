@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,7 +21,7 @@ Command = Sequence[str]
 
 OPPONENTS = ROOT / "scripts" / "bench" / "opponents"
 # train.py as users run it, with one callback more: it waits for its turns.
-TRAIN = ("src/train.py", "+callbacks.turns={_target_: turn_callback.Turn}")
+TRAIN = ("src/train.py", "+callbacks.turns={_target_: turns.callback}")
 
 
 def program(*command: str, environment: Mapping[str, str] | None = None) -> str:
@@ -36,19 +36,6 @@ def program(*command: str, environment: Mapping[str, str] | None = None) -> str:
         said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
         raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
     return done.stdout
-
-
-@dataclass
-class Outcome:
-    """What a player did.
-
-    Attributes:
-        blocks: seconds of each block, its first steps left out.
-        weights: the file of its parameters after `save_at` steps.
-    """
-
-    weights: Path
-    blocks: list[float] = field(default_factory=list)
 
 
 class Player:
@@ -67,9 +54,6 @@ class Player:
                 stderr=file,
                 start_new_session=True,
             )
-
-    def go(self) -> None:
-        self.connection.send("go")
 
     def answer(self) -> list[float]:
         """Seconds of each step of the block that it has made; none when it is ready.
@@ -90,6 +74,11 @@ class Player:
         self.process.wait()
 
 
+def weights_of(name: str, folder: Path) -> Path:
+    """The file of a player's parameters after `save_at` steps."""
+    return folder / f"{name}.pt"
+
+
 def play(
     commands: Mapping[str, Sequence[Command]],
     rounds: int,
@@ -99,7 +88,7 @@ def play(
     skip: int = 2,
     save_at: int = 0,
     folder: Path,
-) -> dict[str, Outcome]:
+) -> dict[str, list[float]]:
     """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
 
     Args:
@@ -108,32 +97,33 @@ def play(
         steps: of a block.
         games: times that all is started anew, since where a process's memory happens to lie moves its speed.
         skip: first steps of a block that don't count, since caches are cold after the others' turns.
+
+    Returns:
+        Seconds of each counted block, by player.
     """
-    found = {name: Outcome(folder / f"{number}.pt") for number, name in enumerate(commands)}
+    blocks: dict[str, list[float]] = {name: [] for name in commands}
     paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
     order = random.Random(0)
     for _ in range(games):
-        teams: dict[str, list[Player]] = {name: [] for name in found}
+        teams: dict[str, list[Player]] = {name: [] for name in commands}
         try:
-            for name, outcome in found.items():
+            for name in commands:
                 environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-                environment["WEIGHTS"] = f"{save_at},{outcome.weights}"
+                environment["WEIGHTS"] = f"{save_at},{weights_of(name, folder)}"
                 for command in commands[name]:
-                    errors = outcome.weights.with_suffix(".txt")
-                    teams[name].append(Player(name, command, environment, f"{steps},{skip}", errors))
+                    teams[name].append(Player(name, command, environment, f"{steps},{skip}", folder / f"{name}.txt"))
             for player in itertools.chain(*teams.values()):
                 player.answer()
             for counts in (False, *[True] * rounds):
-                for name in order.sample(list(found), len(found)):
+                for name in order.sample(list(teams), len(teams)):
                     for player in teams[name]:
-                        player.go()
+                        player.connection.send("go")
                     took = max(sum(player.answer()[skip:]) for player in teams[name])
-                    if counts:
-                        found[name].blocks.append(took)
+                    blocks[name] += [took] * counts
         finally:
             for player in itertools.chain(*teams.values()):
                 player.end()
-    return found
+    return blocks
 
 
 @dataclass
@@ -162,6 +152,13 @@ class Row:
         if self.goal is None:
             return None
         return self.ratio >= self.goal if self.at_least else self.ratio <= self.goal
+
+    def cells(self) -> list[str]:
+        goal = "" if self.goal is None else f"{'>=' if self.at_least else '<='} {self.goal:g}"
+        sides = [f"{side:.4g} {self.unit}" for side in (self.ours, self.other)]
+        quartiles = "" if self.spread is None else "{:.3f} to {:.3f}".format(*self.spread)
+        verdict = {None: "", True: "met", False: "NOT MET"}[self.met]
+        return [self.what, *sides, f"{self.ratio:.3f}", quartiles, goal, verdict, self.check]
 
 
 def row(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:

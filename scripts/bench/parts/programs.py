@@ -73,7 +73,7 @@ def memory() -> list[Row]:
     memory of all processes of a run (PSS), in which shared pages count once. Linux only."""
     rows = []
     for model, (batch_size, steps, samples) in MEMORY_CASES.items():
-        bare = ["scripts/bench/opponents/bare_memory.py", model, *map(str, (batch_size, steps, samples))]
+        bare = ["scripts/bench/opponents/bare_loop.py", "--memory", model, *map(str, (batch_size, steps, samples))]
         other, other_total = watch(bare, workers=False)
         for devices in (1, 2):
             with tempfile.TemporaryDirectory() as outputs:
@@ -89,18 +89,16 @@ def memory() -> list[Row]:
 def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
     """Runs a program to its end; MiB at the peak of its largest worker (or of itself), and PSS of all its processes."""
     peak, total = 0.0, 0.0
-    arguments = [sys.executable, *command]
-    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             with suppress(OSError):  # one that ends meanwhile
-                listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-                measured = listed if workers else [str(process.pid)]
-                peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in measured)])
-                total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, str(process.pid)}))
+                own = str(process.pid)
+                listed = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+                peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in (listed if workers else [own]))])
+                total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, own}))
             time.sleep(0.02)
-        said = process.stderr.read() if process.stderr else ""
     if process.returncode:
-        raise RuntimeError(f"{command[0]}: exit code {process.returncode}: {said[-500:]}")
+        raise RuntimeError(f"{command[0]}: exit code {process.returncode}")
     return peak, total
 
 
@@ -144,8 +142,7 @@ def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
 
 def opponent(data_dir: str) -> tuple[float, float]:
     """The same of the opponent; its own clock starts with its first line."""
-    where = "scripts/bench/opponents/examples_mnist.py"
-    said = program(where, f"--data-dir={data_dir}", f"--target={OPPONENT_TARGET}")
+    said = program("scripts/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
     reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
     return float(reached), float(seconds)
 

@@ -1,20 +1,19 @@
-"""A step of train.py as users run it: against the loop that people write by hand, in pieces and with exact sums, and on
-two ddp workers. One thread a process."""
+"""A step of train.py as users run it: against the loop that people write by hand, on a GPU too; in pieces and with
+exact sums; and on two ddp workers. One thread a process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from parts.players import OPPONENTS, TRAIN, Command, Outcome, Row, play, row
+from parts.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
 LR = 0.01
 SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
 COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
 BF16 = "precision=bf16-mixed"
-Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
+BARE_LOOP = str(OPPONENTS / "bare_loop.py")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Case:
 
 SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
 LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
-CASES = {case.model: case for case in (SMALL_CASE, LARGE_CASE)}
+Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
 STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
 
 PIECES = 8
@@ -49,68 +48,76 @@ SCALING_CASES = (
     (replace(LARGE_CASE, batch=256, steps=3, skip=1, rounds=2), 1.02),
 )
 
-
-def race(
-    case: Case,
-    sides: Mapping[str, Sequence[Command]],
-    folder: Path,
-    same: Mapping[str, tuple[str, float]] | None = None,
-    task: Path | None = None,
-) -> tuple[dict[str, Outcome], dict[str, float]]:
-    """Plays a case. `same`: sides whose weights must be another's, by `(the other, most that they may be apart)`;
-    returned beside the outcomes is how far they are.
-
-    Raises:
-        RuntimeError: the sides do not compute the same.
-    """
-    options: dict[str, Any] = {"games": case.games, "skip": case.skip, "save_at": case.save_at, "folder": folder}
-    found = play(sides, case.rounds, case.steps, **options)
-    distances = {}
-    for side, (other, limit) in (same or {}).items():
-        assert task is not None
-        distances[side] = distance(task, found[other].weights, found[side].weights)
-        if not distances[side] <= limit:
-            weights = f"the weights of {side!r} are {distances[side]:.1%} of their way off"
-            raise RuntimeError(f"{case.model}: after {case.save_at} steps {weights}")
-    return found, distances
+# All sides of a case hold their memory at once: about 70 GB for resnet18 with 1,024 images. Nine tenths are trained on:
+# without a short tail, and longer than all blocks, since an epoch's end saves. float32 means convolutions in TF32 here.
+GPU_CASES = [
+    replace(case, batch=batch, data=case.data | {"samples": samples}, steps=steps, games=1, rounds=5, limits=(0.1, 0.5))
+    for case in (SMALL_CASE, LARGE_CASE)
+    for batch, steps, samples in ((128, 100, 102_400), (1024, 20, 143_360))
+]
+GPU_TRAINING = ("accelerator=gpu", "+debug.trainer.limit_val_batches=0", "checkpoint_every=null")
+OURS = {
+    "ours": (),
+    "bf16": (BF16,),
+    "compile=true": ("compile=true",),
+    "compile=reduce-overhead": ("compile=reduce-overhead",),
+    "bf16, tuned": (BF16, "compile=true", "+optimizer.fused=true", "+debug.trainer.benchmark=true"),
+}
+BARE = {
+    "plain": (),
+    "plain again": (),
+    "levers": ("--levers",),
+    "bare, bf16, tuned": ("--levers", "--precision", "bf16", "--compile", "default"),
+}
+GPU_PAIRS: list[Pair] = [
+    ("control, plain against plain", "plain again", "plain", None),
+    ("against the plain loop", "ours", "plain", None),
+    ("against the loop with every lever", "ours", "levers", None),
+    ("bf16-mixed against float32", "bf16", "ours", None),
+    ("compile=true against false", "compile=true", "ours", None),
+    ("compile=reduce-overhead against false", "compile=reduce-overhead", "ours", None),
+    ("tuned, against the tuned loop", "bf16, tuned", "bare, bf16, tuned", 1.03),
+]
 
 
 def step(folder: Path) -> list[Row]:
     """Against the loop that people write by hand."""
-    return [line for case in CASES.values() for line in _step(case, folder)]
+    rows = []
+    for case in (SMALL_CASE, LARGE_CASE):
+        plain, levers, bf16 = STEP_GOALS[case.model]
+        pairs: list[Pair] = [
+            ("control, plain against plain", "plain again", "plain", None),
+            ("against the plain loop", "ours", "plain", plain),
+            ("against the loop with every lever", "ours", "levers", levers),
+            ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
+        ]
+        rows += against(case, folder, pairs)
+    return rows
 
 
-def _step(case: Case, folder: Path) -> list[Row]:
-    task, ours = make_task(case, (case.rounds + 1) * case.steps, folder)
-    bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task)]
-    sides = {"ours": [ours], "bf16": [[*ours, BF16]], "plain": [bare], "levers": [[*bare, "--levers"]]}
-    sides["plain again"] = [bare]
-    plain, levers, bf16 = STEP_GOALS[case.model]
-    pairs = [
-        ("control, plain against plain", "plain again", "plain", None),
-        ("against the plain loop", "ours", "plain", plain),
-        ("against the loop with every lever", "ours", "levers", levers),
-        ("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16),
-    ]
-    return ratios(case, sides, pairs, folder, task)
+def gpu(folder: Path) -> list[Row]:
+    """The same on a GPU, and what each option gains there."""
+    return [line for case in GPU_CASES for line in against(case, folder, GPU_PAIRS, GPU_TRAINING, "cuda")]
 
 
-def ratios(
-    case: Case, sides: Mapping[str, Sequence[Command]], pairs: Iterable[Pair], folder: Path, task: Path
+def against(
+    case: Case, folder: Path, pairs: Sequence[Pair], more: Sequence[str] = (), device: str = "cpu"
 ) -> list[Row]:
-    """Plays a case whose sides must all compute what `plain` does; a row for each pair, in seconds a step.
+    """Plays the sides of some pairs, which must all compute what `plain` does; a row for each, in seconds a step.
 
     Raises:
-        RuntimeError: a side does not.
+        RuntimeError: a side failed, or does not compute the same.
     """
+    task, command = make_task(case, (case.rounds + 1) * case.steps, folder, more)
+    loop = [BARE_LOOP, "--task", str(task), "--device", device]
+    wanted = dict.fromkeys(side for _, *both, _ in pairs for side in both)
+    sides = {side: [[*command, *OURS[side]] if side in OURS else [*loop, *BARE[side]]] for side in wanted}
     same = {side: ("plain", case.limits["bf16" in side]) for side in sides}
-    found, distances = race(case, sides, folder, same, task)
-    blocks = {side: [took / (case.steps - case.skip) for took in outcome.blocks] for side, outcome in found.items()}
+    blocks, distances = race(case, sides, folder, same, task)
     return [
         row(
             f"{case.model}, batch {case.batch}: {said}",
-            blocks[side],
-            blocks[other],
+            *([took / (case.steps - case.skip) for took in blocks[name]] for name in (side, other)),
             goal,
             check=f"weights {distances[side]:.1e} apart",
         )
@@ -118,32 +125,54 @@ def ratios(
     ]
 
 
+def race(
+    case: Case,
+    sides: Mapping[str, Sequence[Command]],
+    folder: Path,
+    same: Mapping[str, tuple[str, float]] | None = None,
+    task: Path | None = None,
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Plays a case. `same`: sides whose weights must be another's, by `(the other, most that they may be apart)`;
+    returned beside the seconds of blocks is how far they are.
+
+    Raises:
+        RuntimeError: the sides do not compute the same.
+    """
+    how = {"games": case.games, "skip": case.skip, "save_at": case.save_at}
+    blocks = play(sides, case.rounds, case.steps, folder=folder, **how)
+    distances = {}
+    for side, (other, limit) in (same or {}).items():
+        assert task is not None
+        distances[side] = distance(task, weights_of(other, folder), weights_of(side, folder))
+        if not distances[side] <= limit:
+            weights = f"the weights of {side!r} are {distances[side]:.1%} of their way off"
+            raise RuntimeError(f"{case.model}: after {case.save_at} steps {weights}")
+    return blocks, distances
+
+
 def pieces(folder: Path) -> list[Row]:
     """What cutting a step costs: 8 pieces against one, and exact sums against plain ones."""
-    return [line for case in PIECES_CASES for line in _pieces(case, folder)]
-
-
-def _pieces(case: Case, folder: Path) -> list[Row]:
-    task, whole = make_task(case, case.steps * (case.rounds + 1), folder)
-    bare = [str(OPPONENTS / "bare_loop.py"), "--task", str(task), "--levers"]
-    cut = [*whole, f"pieces={PIECES}"]
-    sides = {"whole": [whole], "pieces": [cut], "exact": [[*cut, "exact=true"]], "bare, whole": [bare]}
-    sides["bare, pieces"] = [[*bare, "--pieces", str(PIECES)]]
-    found, distances = race(case, sides, folder, {"pieces": ("bare, pieces", case.limits[0])}, task)
-    one = {side: outcome.blocks for side, outcome in found.items()}
-    ddp = [*cut, "strategy=ddp", "devices=2"]
-    found, _ = race(case, {"pieces": [ddp], "exact": [[*ddp, "exact=true"]]}, folder)
-    two = {side: outcome.blocks for side, outcome in found.items()}
-    what, end = f"{case.model}, batch {case.batch}, one device, {PIECES} pieces", "exact=true against false"
-    cut_goal, exact_goal = CUT_GOALS[case.model]
-    checked = f"{distances['pieces']:.1e} apart"
-    return [
-        row(f"{what}: against one piece", one["pieces"], one["whole"], cut_goal),
-        row(f"{what}: the same of the loop with every lever", one["bare, pieces"], one["bare, whole"], None),
-        row(f"{what}: against that loop", one["pieces"], one["bare, pieces"], None, check=checked),
-        row(f"{what}: {end}", one["exact"], one["pieces"], exact_goal),
-        row(f"{what.replace('one device', 'ddp on 2')}: {end}", two["exact"], two["pieces"], exact_goal),
-    ]
+    rows = []
+    for case in PIECES_CASES:
+        task, whole = make_task(case, case.steps * (case.rounds + 1), folder)
+        bare = [BARE_LOOP, "--task", str(task), "--levers"]
+        cut = [*whole, f"pieces={PIECES}"]
+        sides = {"whole": [whole], "pieces": [cut], "exact": [[*cut, "exact=true"]], "bare, whole": [bare]}
+        sides["bare, pieces"] = [[*bare, "--pieces", str(PIECES)]]
+        one, distances = race(case, sides, folder, {"pieces": ("bare, pieces", case.limits[0])}, task)
+        ddp = [*cut, "strategy=ddp", "devices=2"]
+        two, _ = race(case, {"pieces": [ddp], "exact": [[*ddp, "exact=true"]]}, folder)
+        what, end = f"{case.model}, batch {case.batch}, one device, {PIECES} pieces", "exact=true against false"
+        cut_goal, exact_goal = CUT_GOALS[case.model]
+        checked = f"{distances['pieces']:.1e} apart"
+        rows += [
+            row(f"{what}: against one piece", one["pieces"], one["whole"], cut_goal),
+            row(f"{what}: the same of the loop with every lever", one["bare, pieces"], one["bare, whole"], None),
+            row(f"{what}: against that loop", one["pieces"], one["bare, pieces"], None, check=checked),
+            row(f"{what}: {end}", one["exact"], one["pieces"], exact_goal),
+            row(f"{what.replace('one device', 'ddp on 2')}: {end}", two["exact"], two["pieces"], exact_goal),
+        ]
+    return rows
 
 
 def scaling(folder: Path) -> list[Row]:
@@ -152,9 +181,9 @@ def scaling(folder: Path) -> list[Row]:
     for case, goal in SCALING_CASES:
         base = arguments(case, folder, (case.rounds + 1) * case.steps)
         half = [*base, f"batch_size={case.batch // 2}"]
-        found, _ = race(case, {"ddp": [[*base, "strategy=ddp", "devices=2"]], "separate": [half, half]}, folder)
+        blocks, _ = race(case, {"ddp": [[*base, "strategy=ddp", "devices=2"]], "separate": [half, half]}, folder)
         what = f"{case.model}, batch {case.batch}: ddp on 2 against two runs of {case.batch // 2} that do not talk"
-        rows.append(row(what, found["ddp"].blocks, found["separate"].blocks, goal))
+        rows.append(row(what, blocks["ddp"], blocks["separate"], goal))
     return rows
 
 

@@ -1,0 +1,262 @@
+"""Runs of one config and several seeds as one group, what sets the groups apart, and the curves of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from comparison.pair import ABSENT, NO_RUN, flat, read, show
+from numpy.typing import NDArray
+
+from lockstep.arithmetic.layout import Refusal
+
+# What runs may differ in and still be the same experiment.
+IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
+# What `layout` and `batch` say already.
+LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
+LONGEST = 50  # characters of a label
+# Curves, each by the names that it may have: Lightning forks what is logged both at steps and at epochs' ends.
+TAGS = {
+    "train/loss": ("train/loss", "train/loss_step", "train/loss_epoch"),
+    "val/acc": ("val/acc",),
+    "workers/peak_gib": ("workers/peak_gib",),
+}
+Numbers = NDArray[np.float64]
+Lines = dict[str, dict[float, list[float]]]  # by label: by a key's value, the test accuracy of each run
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity over a run; float64 [points] each."""
+
+    samples: Numbers
+    seconds: Numbers
+    values: Numbers
+
+
+@dataclass
+class Run:
+    """A run folder."""
+
+    folder: Path
+    config: dict[str, Any]  # dotted keys
+    summary: dict[str, Any]  # dotted keys
+
+    @property
+    def completed(self) -> bool:
+        return bool(self.summary.get("status") == "completed")
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        return read_curves(self.folder, self.summary)
+
+
+@dataclass
+class Group:
+    """Runs that differ in nothing but the seed."""
+
+    runs: list[Run]
+    differs: dict[str, Any]  # what sets it apart from other groups, the layout left out
+    efficiency: float | None = None  # samples/s of a device, against one alone
+    label: str = ""  # what tells it apart in a plot
+
+    @property
+    def completed(self) -> list[Run]:
+        return [run for run in self.runs if run.completed]
+
+    def layout(self, key: str) -> Any:
+        """None: refused runs have none."""
+        return next((run.summary[f"layout.{key}"] for run in self.runs if f"layout.{key}" in run.summary), None)
+
+    @property
+    def world(self) -> int:
+        return (self.layout("devices") or 0) * (self.layout("num_nodes") or 0)
+
+    @property
+    def layout_name(self) -> str:
+        if not self.world:
+            return ABSENT
+        kind, nodes, pieces = self.layout("accelerator"), self.layout("num_nodes"), self.layout("pieces")
+        devices = f"{self.world} {'GPU' if kind == 'gpu' else 'device'}{'s' * (self.world > 1)}"
+        where = f" on {nodes} machines" if nodes > 1 else ""
+        return f"{self.layout('strategy')} {devices}{where}{f', {pieces} pieces' if pieces > 1 else ''}"
+
+    def values(self, key: str) -> list[float]:
+        found = (run.summary.get(key) for run in self.completed)
+        return [float(value) for value in found if value is not None]
+
+    def mean(self, key: str) -> float | None:
+        values = self.values(key)
+        return fmean(values) if values else None
+
+    @property
+    def speed(self) -> float | None:
+        return self.mean("throughput.samples_per_second")
+
+    def row(self) -> dict[str, Any]:
+        accuracy, whole = self.values("metrics.test/acc"), len(self.completed)
+        curves = (run.curves.get("workers/peak_gib") for run in self.completed)
+        peaks = [float(curve.values.max()) for curve in curves if curve]
+        return {
+            "layout": self.layout_name,
+            **({"run": self.label.removeprefix("run ")} if self.label.startswith("run ") else {}),
+            "batch": self.layout("batch_size"),
+            **{key: brief(value) for key, value in self.differs.items()},
+            "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
+            "test acc": fmean(accuracy) if accuracy else None,
+            "+-": stdev(accuracy) if len(accuracy) > 1 else None,
+            "val acc": self.mean("metrics.val/acc"),
+            "samples/s": self.speed,
+            "efficiency": self.efficiency,
+            "GiB": max(peaks, default=None),
+            "seconds": self.mean("throughput.seconds"),
+        }
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / ".hydra" / "config.yaml").is_file()
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs in folders, by their numbers where they have some.
+
+    Raises:
+        Refusal: a folder has none, or one that can't be read.
+    """
+
+    def natural(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
+
+    found: dict[Path, Run] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise Refusal(f"{folder}: no such folder")
+        inside = {path.parent for path in folder.rglob("summary.json")}
+        inside |= {path.parents[1] for path in folder.rglob(".hydra/config.yaml")}
+        if not inside:
+            raise Refusal(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
+        for run in sorted(inside, key=natural):
+            config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
+            found[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
+    return list(found.values())
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Groups runs by their configs, and measures each group against one device. Beside runs that trained, what did not
+    (evaluations, predictions, exports) is left out: it has other keys.
+
+    Raises:
+        Refusal: no run says what it was.
+    """
+    runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
+    gathered: dict[str, list[Run]] = {}
+    for run in runs:
+        said = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
+        gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
+    groups = [Group(members, {}) for members in gathered.values()]
+    if not any(group.world for group in groups):
+        raise Refusal(f"{runs[0].folder}: none of the runs has a summary to compare")
+    keys = _differing([group.runs[0].config for group in groups if group.runs[0].config])
+    for group in groups:
+        group.differs = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
+    for group, label in zip(groups, _labels(groups), strict=True):
+        group.efficiency, group.label = _efficiency(group, groups), label
+    return groups
+
+
+def _counts(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether runs that differ in a key are different experiments; of an image_folder, the folder is the data set."""
+    return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys in which configs differ, the layout's left out. Where another file of a group was chosen (`optimizer.name`),
+    that says it, and not the keys that only one of the files has."""
+    keys = [*dict.fromkeys(key for config in configs for key in config if _counts(key, config))]
+    differ = [key for key in keys if len({show(config.get(key, ABSENT)) for config in configs}) > 1]
+    chosen = {key.rpartition(".")[0] for key in differ if key.endswith(".name")}
+    shared = [key for key in differ if key.partition(".")[0] not in chosen or all(key in config for config in configs)]
+    return [key for key in shared if not LAYOUT.match(key) and not key.endswith("_target_")]
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    """Only what differs; where that is too long for a legend, the folder's name."""
+    laid = [group for group in groups if group.world]
+    layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].differs
+    batches = len({group.layout("batch_size") for group in laid}) > 1
+    labels = []
+    for group in groups:
+        parts = [group.layout_name] * layouts + [f"batch {group.layout('batch_size')}"] * batches
+        parts += [f"{key.rpartition('.')[2]}={brief(value)}" for key, value in group.differs.items()]
+        labels.append(", ".join(parts))
+    too_long = max(map(len, labels)) > LONGEST
+    return [f"run {group.runs[0].folder.name}" for group in groups] if too_long else labels
+
+
+def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
+    alike = [each for each in groups if each.world == 1 and each.differs == group.differs]
+    alone = [each.speed for each in alike if each.layout("batch_size") == group.layout("batch_size") and each.speed]
+    return group.speed / (group.world * max(alone)) if group.speed and alone else None
+
+
+def brief(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else show(value)
+
+
+def against(groups: Sequence[Group], key: str) -> Lines:
+    """Test accuracy against a key, for each choice of the others with which it has two values or more.
+
+    Raises:
+        Refusal: there is none.
+    """
+    found: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    for group in groups:
+        value = group.runs[0].config.get(key)
+        if isinstance(value, int | float) and group.completed:
+            others = {name: other for name, other in group.differs.items() if name != key and other is not None}
+            said = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
+            found.setdefault((group.layout_name, *said), {})[value] = group.values("metrics.test/acc")
+    found = {names: dict(sorted(points.items())) for names, points in sorted(found.items()) if len(points) > 1}
+    if not found:
+        raise Refusal(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
+    layouts = len({layout for layout, *_ in found}) > 1
+    return {", ".join(names[not layouts :]) or "all": points for names, points in found.items()}
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
+    """The curves of TAGS that the run has; none where it wrote no event files.
+
+    A run that was stopped and continued has a file for each time: its clock stands still between them, and what was
+    drawn after the last checkpoint counts once.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sessions = []
+    for path in (folder / "tensorboard").rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        there = events.Tags()["scalars"]
+        names = {tag: next((name for name in known if name in there), None) for tag, known in TAGS.items()}
+        if found := {tag: events.Scalars(name) for tag, name in names.items() if name}:
+            first = min(series[0].wall_time for series in found.values())
+            sessions.append((min(first, events.FirstEventTimestamp()), found))
+    points: dict[str, list[tuple[float, float, float]]] = {tag: [] for tag in TAGS}  # step, seconds, value
+    before = 0.0
+    for start, found in sorted(sessions, key=lambda session: session[0]):
+        first = min(event.step for series in found.values() for event in series)
+        for tag, kept in points.items():
+            kept[:] = [point for point in kept if point[0] < first]
+            kept += [(event.step, before + event.wall_time - start, event.value) for event in found.get(tag, ())]
+        before = max(point[1] for kept in points.values() for point in kept)
+    per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
+    columns = {tag: np.array(kept, dtype=np.float64).T for tag, kept in points.items() if kept}
+    return {tag: Curve(steps * per_step, seconds, values) for tag, (steps, seconds, values) in columns.items()}
