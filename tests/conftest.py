@@ -234,8 +234,8 @@ class Program:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
         command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
-        if not (self.fresh or self.launcher):
-            return forks.Fork(command, cwd, environment)
+        if not self.fresh and self.launcher[:1] != ("-u",):
+            return forks.Fork([*self.launcher, *command], cwd, environment)
         return subprocess.Popen(
             [sys.executable, *self.launcher, *command],
             cwd=cwd,

@@ -76,11 +76,10 @@ def test_one_sha256_with_uneven_shares(layouts: Run, run_train: Program) -> None
     assert {*found} == {*shas(layouts)}
 
 
-@pytest.mark.slow
 def test_one_sha256_with_batchnorm(run_train: Program) -> None:
-    changes = ("model=resnet18", "data.samples=20", "batch_size=16", "max_epochs=1")
     task = [key for key in TASK if key != DROPOUT]
-    found = shas(run_train(*task, *changes, "exact=true", "strategy=ddp,dp,pipeline", "devices=3", "-m"))
+    on = ("exact=true", "strategy=ddp,dp,pipeline", "devices=3")
+    found = shas(run_train(*task, *NORMS, "batch_size=36", *on, "-m"))
     assert (len(found), len(set(found))) == (3, 1)
 
 
