@@ -303,6 +303,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """STRUCK on one device, exact: what those that lose workers or machines must end as."""
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*STRUCK, "exact=true", "pieces=4")
+
+
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines (several.py); the test is skipped where they can't be made."""
     from network.machines import Machines, NoMachines

@@ -93,7 +93,7 @@ def test_every_layout_takes_the_same_steps_and_without_dropout_pieces_are_roundi
     assert [distance(other, one) < 1e-10 for other in others] == [True] * 3
     assert len(set(shas(run))) > 1
     again = Program(run_train.outputs / "pieces")(
-        *TASK, *PLAIN, "strategy=ddp", "devices=3", "pieces=4,6", "model.dropout=0.3,0", "-m"
+        *TASK, *PLAIN, "strategy=dp", "devices=3", "pieces=4,6", "model.dropout=0.3,0", "-m"
     )
     four, six, four_without, six_without = states(again)
     assert distance(four, one) < 1e-10

@@ -9,15 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import pytest
 from conftest import STRUCK as JOB
 from conftest import Process, Program, Run, wait_for, workers_of
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """On one device, exact: what every life below must end as."""
-    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*JOB, "exact=true", "pieces=4")
 
 
 def strike(program: Program, process: Process, rank: int, signum: int, workers: int) -> None:
