@@ -338,9 +338,10 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first: at the end, no worker waits for another's."""
+    """Files with long tests come first: at the end, no worker waits for another's. Before them all those on several
+    machines: what is stolen is stolen from the end, so one worker has them, and makes the machines once."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: ("site" not in getattr(item, "fixturenames", ()), item.path not in long))
 
 
 @pytest.fixture(scope="session", autouse=True)
