@@ -234,8 +234,8 @@ class Program:
         """Starts the program in a process group of its own, so that a test may signal it or its group."""
         command = [str(ROOT / self.script), f"outputs={self.outputs}", *overrides]
         environment = os.environ | (env or {})
-        if not (self.fresh or self.launcher):
-            return forks.Fork(command, cwd, environment)
+        if not self.fresh and self.launcher[:1] != ("-u",):
+            return forks.Fork([*self.launcher, *command], cwd, environment)
         return subprocess.Popen(
             [sys.executable, *self.launcher, *command],
             cwd=cwd,
@@ -303,6 +303,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """STRUCK on one device, exact: what those that lose workers or machines must end as."""
+    return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*STRUCK, "exact=true", "pieces=4")
+
+
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Three machines (several.py); the test is skipped where they can't be made."""
     from network.machines import Machines, NoMachines
@@ -332,9 +338,10 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first: at the end, no worker waits for another's."""
+    """Files with long tests come first: at the end, no worker waits for another's. Before them all those on several
+    machines: what is stolen is stolen from the end, so one worker has them, and makes the machines once."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: ("site" not in getattr(item, "fixturenames", ()), item.path not in long))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,9 @@
 """Programs as forks of an interpreter that has imported the libraries, three of a run's four seconds.
 
 The server imports nothing of the project: a program is compiled, imported and run as `python <script>` would, and is a
-process with a session, an environment and an output of its own. What such a program can't show is how long it takes to
-start, what it imports, and what an interpreter takes from its environment (PYTHONPATH, a hash seed of its own).
+process with a session, an environment and an output of its own; `-m` and a module are taken, too. What such a program
+can't show is how long it takes to start, what it imports, and what an interpreter takes from its environment
+(PYTHONPATH, a hash seed of its own).
 """
 
 from __future__ import annotations
@@ -165,4 +166,8 @@ if __name__ == "__main__":
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     serve(asked)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -55,8 +55,8 @@ class Site:
     ) -> Process:
         home = self.homes[index]
         command, environment = [str(home / "src" / "train.py"), *options], {**os.environ, **(env or {})}
-        if not launcher:
-            return forks.Fork(command, home, environment, self.servers[index])
+        if launcher[:1] != ("-u",):
+            return forks.Fork([*launcher, *command], home, environment, self.servers[index])
         pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = [sys.executable, *launcher, *command]
         return self._on(index, command, env=environment, start_new_session=True, **pipe)

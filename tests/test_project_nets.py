@@ -8,7 +8,7 @@ from urllib.error import URLError
 
 import pytest
 import torch
-from conftest import TINY, Program
+from conftest import TINY, Program, summary_of
 from small_models import task
 
 from lockstep.arithmetic.layout import Refusal
@@ -119,10 +119,9 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
     run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")
     run += ("data.image_size=33", "batch_size=30", "pieces=3", "exact=true", "lr=0.01", "logger=none")
-    layouts = {"one": (), "ddp": ("strategy=ddp", "devices=2"), "dp": ("strategy=dp", "devices=3")}
-    runs = [Program(tmp_path / name)(*run, *layout) for name, layout in layouts.items()]
-    assert len({each.summary["weights_sha256"] for each in runs}) == 1
-    assert runs[0].summary["name"] == "test_efficientnet_synthetic"
+    jobs = Program(tmp_path / "layouts")(*run, "strategy=ddp,dp", "devices=1,3", "-m").jobs
+    (sha,) = {summary_of(job)["weights_sha256"] for job in jobs}
+    assert summary_of(jobs[0])["name"] == "test_efficientnet_synthetic"
     other = Program(tmp_path / "other")(*run, "seed=1")
-    assert other.summary["weights_sha256"] != runs[0].summary["weights_sha256"]
-    Program(tmp_path / "tested", "src/evaluate.py")(f"checkpoint={runs[1].folder}")
+    assert other.summary["weights_sha256"] != sha
+    Program(tmp_path / "tested", "src/evaluate.py")(f"checkpoint={jobs[1]}")

@@ -22,11 +22,12 @@ AUTO = "accumulate_grad_batches=auto"
 BUDGET = "memory_budget=250"  # a worker takes 500 for its part in one piece, 75 to 120 for weights and libraries
 
 
-def test_a_budget_finds_how_many_fit_and_the_weights_stay(tmp_path: Path) -> None:
-    free = Program(tmp_path / "free")(*TASK, AUTO)  # nothing limits it
+def test_a_budget_finds_how_many_fit_and_the_weights_stay(project: Path, tmp_path: Path) -> None:
+    task, script = (*TASK, "model=mine", "model._target_=mine.Large", AUTO), str(project / "src" / "train.py")
+    free = Program(tmp_path / "free", script)(*task, cwd=project)  # nothing limits it
     assert free.summary["layout"]["pieces"] == 2
-    train = Program(tmp_path / "limited")
-    run = train(*TASK, AUTO, BUDGET)
+    train = Program(tmp_path / "limited", script)
+    run = train(*task, BUDGET, cwd=project)
     layout = run.summary["layout"]
     assert layout["batch_size"] == 256
     assert 2 < layout["pieces"] < 256
@@ -36,7 +37,7 @@ def test_a_budget_finds_how_many_fit_and_the_weights_stay(tmp_path: Path) -> Non
     assert layout["pieces"] == 4 * tried[-1]
     assert apart(run, free) < 1e-10
     # it goes on with the number that it has found, whatever fits now
-    resumed = train(f"resume={run.folder}", "max_epochs=2", "memory_budget=null")
+    resumed = train(f"resume={run.folder}", "max_epochs=2", "memory_budget=null", cwd=project)
     assert resumed.summary["layout"]["pieces"] == layout["pieces"]
     assert apart(resumed, free) > 1e-3  # the control: weights that differ do
 
