@@ -22,7 +22,7 @@ class Case:
 
     model: str
     batch: int
-    data: Mapping[str, int]
+    data: dict[str, int]
     steps: int  # of a block
     skip: int  # of these, that don't count
     games: int
@@ -114,10 +114,12 @@ def against(
     sides = {side: [[*command, *OURS[side]] if side in OURS else [*loop, *BARE[side]]] for side in wanted}
     same = {side: ("plain", case.limits["bf16" in side]) for side in sides}
     blocks, distances = race(case, sides, folder, same, task)
+    per_step = {side: [took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
     return [
         row(
             f"{case.model}, batch {case.batch}: {said}",
-            *([took / (case.steps - case.skip) for took in blocks[name]] for name in (side, other)),
+            per_step[side],
+            per_step[other],
             goal,
             check=f"weights {distances[side]:.1e} apart",
         )
