@@ -30,12 +30,12 @@ def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one(monkeypa
     with ThreadPoolExecutor() as pool:
         for seed in ("0", "1", "2"):
             kept = pool.submit(keeper.begin, {"seed": seed}, layout, 0, 10.0, False)
-            time.sleep(0.2)  # the keeper is ready first
+            time.sleep(0.5)  # the keeper is ready first
             place = guest.begin({"seed": seed}, 10)
             assert place is not None
             assert place.port == kept.result().port
             keeper.end(Outcome("completed"))
-            time.sleep(0.2)  # its workers end later than it hears of the end
+            time.sleep(0.5)  # its workers end later than it hears of the end
             guest.settle(Outcome("completed"))
             assert guest.begin({"seed": seed}, 10) is None
 

@@ -41,7 +41,7 @@ plain = os.fsync
 
 def fsync(file):
     if os.readlink(f"/proc/self/fd/{file}").endswith((".provenance.json.tmp", ".last.ckpt.tmp", ".summary.json.tmp")):
-        time.sleep(3.5)
+        time.sleep(5)
     plain(file)
 
 os.fsync = fsync
@@ -52,10 +52,10 @@ def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
     """Neither of rank zero, which waits for it, nor of the other one, which waits for rank zero."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    short = ("strategy=ddp", "devices=2", "hang_timeout=2", "max_epochs=1", "checkpoint_every=null")
+    short = ("strategy=ddp", "devices=2", "hang_timeout=3", "max_epochs=1", "checkpoint_every=null")
     run = Program(tmp_path / "outputs", fresh=True)(*JOB, *short, env={"PYTHONPATH": path})
     assert run.summary["throughput"]["seconds_saving"] >= 0
-    assert run.summary["throughput"]["seconds"] > 7, "the disk is slow"
+    assert run.summary["throughput"]["seconds"] > 10, "the disk is slow"
 
 
 def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:

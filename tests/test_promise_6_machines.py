@@ -27,7 +27,7 @@ def nothing_left(site: Site) -> Iterator[None]:
 
 @pytest.mark.parametrize("lost", ["killed", "unplugged"])
 def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
-    processes = site.start_all(*LONG, "name=lost", "machine_timeout=5", count=2)
+    processes = site.start_all(*LONG, "name=lost", "machine_timeout=8", count=2)
     site.saved(0, processes[0])
     if lost == "killed":
         site.kill(1)
@@ -36,7 +36,7 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     first = site.finish(0, processes[0])
     site.machines.link(1, up=True)
     second = site.finish(1, processes[1])
-    reason = "it closed the connection" if lost == "killed" else "not a word of it for 5 s"
+    reason = "it closed the connection" if lost == "killed" else "not a word of it for 8 s"
     said = f"machine {site.names[1]} ({site.machines.address(1)}) was lost: {reason}"
     assert first.returncode == 1, str(first)
     assert f"error: {said}" in first.stderr
@@ -47,7 +47,7 @@ def test_a_machine_that_is_lost_is_named(site: Site, lost: str) -> None:
     if lost == "unplugged":
         assert second.returncode == 1, str(second)
         keeper = f"machine {site.names[0]} ({site.names[0]}:29500), which keeps the run,"
-        assert f"error: {keeper} was lost: not a word of it for 5 s" in second.stderr
+        assert f"error: {keeper} was lost: not a word of it for 8 s" in second.stderr
 
 
 def test_a_link_that_is_down_for_five_seconds_is_no_loss(site: Site, undisturbed: Run) -> None:
