@@ -6,23 +6,20 @@
     python scripts/chaos.py --faults 200 --silent --aimed --clean 20000
 
 Workers, their parent or all of them are killed, asked to end, or stopped for a while; the disk is full from one moment
-on; the newest checkpoint is damaged where it lies. What strikes, whom and when follows from --seed (the moment by the
-clock, so no two campaigns are quite the same). Each life after a fault is `resume=<run folder>`. A damaged checkpoint
-must be refused by name; then the run goes on from best.ckpt, or starts again. Under --exact the number of devices and
-the strategy change at random from life to life.
+on; the newest checkpoint is damaged where it lies. What strikes, and whom, follows from --seed (when, by the clock).
+Each life after a fault is `resume=<run folder>`. A damaged checkpoint must be refused by name; then the run goes on
+from best.ckpt, or starts again. Survived: every run ended with the weights_sha256 and the metrics of the undisturbed
+one, each life with the exit code that its fault calls for and without a traceback, and nothing was left behind: no
+process (hence no port), no temporary file, no folder but the runs' own.
 
-A campaign is survived when every run ended with the weights_sha256 and the metrics of the undisturbed one, each life
-with the exit code that its fault calls for and without a traceback, and nothing was left behind: no process (hence no
-port), no temporary file, no folder but the runs' own.
-
-With --machines one run over several machines (network namespaces: Linux, root) is struck within its life: a worker or a
-machine is killed, a link goes down for 5 or 20 s, the machine that keeps the run is killed, or all. Who was killed is
-started again seconds later. It must end as the same run on one device, each machine with exit code 0.
+With --machines one run over network namespaces (Linux, root) is struck within its life: a worker, a machine, a link for
+5 or 20 s, the machine that keeps the run, or all. Who was killed is started again seconds later. It must end as the
+same run on one device.
 
 With --silent bits flip instead, a fault in each run, on three devices: in weights, activations, gradients, in what is
-sent or received when these are summed, in what is saved; once, or again and again. A table tells by what it was seen
-(`audit=`, the checks of sums, replicas and finite gradients, verify.py at the end), how many steps later, and whether
-the right rank was named. Survived: every change was seen, nobody named wrongly, and none seen in N steps --clean.
+sent or received when these are summed, in what is saved; once, or again and again. Survived: every change was seen by
+`audit=`, the checks of sums, replicas and finite gradients, or verify.py at the end; nobody was named wrongly, and
+nothing was seen in N steps --clean.
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
@@ -31,52 +28,43 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from campaigns.faults import FAULTS, schedule
-from campaigns.machines import SeveralMachines
-from campaigns.runs import LINE, Campaign
+from campaigns.campaign import Campaign, schedule
+from campaigns.faults import FAULTS
+from campaigns.machines import LASTING, SeveralMachines
+from campaigns.runs import Runs
 from campaigns.silent import Silent
 from network.machines import Machines, NoMachines
 
 JOB = [
-    "data=digits",
-    "model.dropout=0.25",
-    "max_epochs=2",
-    "batch_size=64",
-    "checkpoint_every=5",
-    "log_every=5",
-    "threads=1",
-    "accelerator=cpu",  # a crowd of workers on one GPU would measure its memory, not the promise
-    "name=chaos",
+    *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),
+    *("threads=1", "accelerator=cpu", "name=chaos"),  # a crowd of workers on one GPU would measure its memory
 ]
-LAYOUTS = {
-    "single": ["strategy=auto", "devices=1"],
-    "dp": ["strategy=dp", "devices=2"],
-    "ddp": ["strategy=ddp", "devices=2"],
-    "pipeline": ["strategy=pipeline", "devices=2"],
-    "ddp_accumulate": ["strategy=ddp", "devices=2", "accumulate_grad_batches=2"],
-}
 SILENT = [  # small steps, many runs
     *("data=synthetic", "data.samples=4000", "data.image_size=12", "data.num_classes=3"),
     *("batch_size=16", "max_steps=12", "checkpoint_every=4", "exact=true", "pieces=4", "audit=1.0"),
     *("ledger=true", "logger=none", "scheduler=constant"),
 ]
-LASTING = 3  # epochs of a run over machines, for each fault that it must outlast
 EXACT = ["exact=true", "pieces=4"]
-EXACT_LAYOUTS = [["strategy=auto", "devices=1"]] + [
-    [f"strategy={s}", f"devices={n}"] for s in ("ddp", "dp", "pipeline") for n in (2, 3, 4)
-]
+SINGLE = ["strategy=auto", "devices=1"]
+LAYOUTS = {
+    "single": SINGLE,
+    "dp": ["strategy=dp", "devices=2"],
+    "ddp": ["strategy=ddp", "devices=2"],
+    "pipeline": ["strategy=pipeline", "devices=2"],
+    "ddp_accumulate": ["strategy=ddp", "devices=2", "accumulate_grad_batches=2"],
+}
+EXACT_LAYOUTS = [SINGLE] + [[f"strategy={s}", f"devices={n}"] for s in ("ddp", "dp", "pipeline") for n in (2, 3, 4)]
 
 
 def main() -> int:
@@ -98,35 +86,14 @@ def main() -> int:
         parser.error(f"--machines: {options.machines}, must be 2 or more (to 200)")
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would lives
-    work, rng = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed)
+    work = Path(tempfile.mkdtemp(prefix="chaos_"))
     scratch = work / "tmp"
     scratch.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # a cache of torch's, that it keeps
-    asked = [*JOB, *(EXACT if options.exact or options.machines else ()), *(SILENT if options.silent else ())]
-    if options.machines:
-        asked.append(f"max_epochs={2 + LASTING * options.faults}")
-    asked += options.overrides
-    job = [*{override.partition("=")[0]: override for override in asked}.values()]  # the last of a key counts
-    campaigns: Sequence[Campaign | SeveralMachines | Silent]
     try:
         with ExitStack() as places:
-            if options.silent:
-                campaigns = [Silent(job, options.faults, options.clean, options.aimed, work, rng, options.control)]
-            elif options.machines:
-                machines = places.enter_context(Machines(options.machines))
-                home = work / "machines"
-                campaigns = [SeveralMachines(machines, job, options.faults, home, rng, options.control)]
-            else:
-                layouts = {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
-                layouts = {"exact": EXACT_LAYOUTS} if options.exact else layouts
-                faults = schedule(options.faults, rng, FAULTS)
-                campaigns = [
-                    Campaign(name, job, choice, faults[number :: len(layouts)], work / name, rng, options.control)
-                    for number, (name, choice) in enumerate(layouts.items())
-                ]
-            if not options.silent:
-                print(LINE.format("layout", "fault", "whom", "after", "exit", "what followed"))
+            campaigns = planned(options, work, places)
             for campaign in campaigns:
                 campaign.go()
     except KeyboardInterrupt:
@@ -137,25 +104,37 @@ def main() -> int:
         shutil.rmtree(work)
         print(f"error: --machines={options.machines}: can't be made here: {reason}", file=sys.stderr)
         return 2
-    return conclude(campaigns, work)
-
-
-def conclude(campaigns: Sequence[Campaign | SeveralMachines | Silent], work: Path) -> int:
-    """The last words, and the exit code."""
     problems = [problem for campaign in campaigns for problem in campaign.problems]
     kinds = Counter(name for campaign in campaigns for name in campaign.struck)
     print("\n" + ", ".join(f"{count} x {name}" for name, count in kinds.most_common()))
-    runs = sum(campaign.runs for campaign in campaigns)
+    done = f"{kinds.total()} faults in {sum(campaign.runs for campaign in campaigns)} runs"
     if problems:
-        print(f"\n{kinds.total()} faults in {runs} runs, {len(problems)} problems; all files are in {work}\n")
-        print("\n".join(problems))
+        print(f"\n{done}, {len(problems)} problems; all files are in {work}\n", *problems, sep="\n")
         return 1
     shutil.rmtree(work)
-    how = "all ended bitwise equal, nothing was left behind"
-    if isinstance(campaigns[0], Silent):
-        how = "every change was seen, nobody was named wrongly, and nothing was seen where nothing was"
-    print(f"{kinds.total()} faults in {runs} runs survived: {how}")
+    print(f"{done} survived: {campaigns[0].claim}")
     return 0
+
+
+def planned(options: argparse.Namespace, work: Path, places: ExitStack) -> list[Campaign]:
+    """The campaigns that were asked for; what they need is held by `places`."""
+    asked = [*JOB, *(EXACT if options.exact or options.machines else ()), *(SILENT if options.silent else ())]
+    if options.machines:
+        asked.append(f"max_epochs={2 + LASTING * options.faults}")
+    job = [*{override.partition("=")[0]: override for override in [*asked, *options.overrides]}.values()]  # last counts
+    rng = Random(options.seed)
+    if options.silent:
+        return [Silent(options.faults, options.clean, options.aimed, "silent", job, work, rng, options.control)]
+    if options.machines:
+        machines, name = places.enter_context(Machines(options.machines)), f"{options.machines} machines"
+        return [SeveralMachines(machines, options.faults, name, job, work / "machines", rng, options.control)]
+    layouts = {name: [LAYOUTS[name]] for name in options.layouts.split(",")}
+    layouts = {"exact": EXACT_LAYOUTS} if options.exact else layouts
+    faults = schedule(rng, options.faults, FAULTS)
+    return [
+        Runs(choice, faults[number :: len(layouts)], name, job, work / name, rng, options.control)
+        for number, (name, choice) in enumerate(layouts.items())
+    ]
 
 
 if __name__ == "__main__":

@@ -83,19 +83,22 @@ def look(raw: dict[str, Any], folder: Path) -> None:
     lines = chained(path)
     lives = lives_of(lines, raw, path)
     for line, part in zip(lines[1:], lives[1:], strict=True):
-        check_samples(line, part)
+        since, step = line["since"], line["step"]
+        if step - since > MOST_STEPS or line.get("samples_sha256") != samples_sha256(part.order, since, step):
+            raise Different(
+                f"step {step}: the samples of steps {since + 1} to {step} are not those that the seed gives"
+            )
     starts = checkpoints(run, lines)
-    spans = [
-        (max(found for found in starts if found < step), step) for step in choose(wanted, seed, lines, starts, run)
-    ]
-    notes = other_here(lives[-1].about)
+    steps = choose(wanted, seed, lines, starts, run)
+    spans = [(max(found for found in starts if found < step), step) for step in steps]
     wrong: dict[int, str] = {}
     for start, step in spans:
         found = compare(lines, lives, start, starts, step, folder / "again")
         shutil.rmtree(folder / "again", ignore_errors=True)
         print(f"steps {start} to {step}: {next(iter(found.values()), 'the same bits')}", flush=True)
         wrong |= found
-    print("".join(f"note: {note}\n" for note in notes), end="")
+    for note in other_here(lives[-1].about):
+        print(f"note: {note}")
     if wrong:
         first = min(wrong)
         raise Different(f"{run}: step {first} is not what its ledger says: {wrong[first]}")
@@ -160,13 +163,6 @@ def lives_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[
     return found
 
 
-def check_samples(line: Line, part: Life) -> None:
-    """Raises Different where the steps up to a line were not made of the samples that the seed gives."""
-    since, step = line["since"], line["step"]
-    if step - since > MOST_STEPS or line.get("samples_sha256") != samples_sha256(part.order, since, step):
-        raise Different(f"step {step}: the samples of steps {since + 1} to {step} are not those that the seed gives")
-
-
 def changes(before: Life, now: Life) -> str:
     """What two lives differ in."""
     parts = []
@@ -185,11 +181,10 @@ def other_here(about: Mapping[str, Any]) -> list[str]:
     packages = there.items() if isinstance(there, dict) else ()
     odd = [f"{name} {old} there, {here.get(name)} here" for name, old in packages if here.get(name) != old]
     if about.get("code_sha256") != code_sha256():
-        sides = {"there": about, "here": git_info()}
-        commits = [
-            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {side}"
-            for side, git in sides.items()
-        ]
+        sides = {"there": about, "here": git_info()}.items()
+        commits = (
+            f"commit {str(git.get('commit'))[:12]}{' and changes' * bool(git.get('dirty'))} {at}" for at, git in sides
+        )
         odd.append(f"src/ is not the same code: {', '.join(commits)}")
     return [shown(each) for each in odd]
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import signal
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from resource import RLIMIT_FSIZE, prlimit
-from typing import TypeVar
 
 from campaigns.lives import Life
 
-T = TypeVar("T")
-FULL = 1 << 18  # bytes of the largest file when the disk is full
+FULL = 1 << 18  # bytes of the largest file when the disk is full: less than a checkpoint
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,8 @@ class Fault:
     """What strikes.
 
     Attributes:
-        whom: a `rank`, the `parent`, `all`; `disk`: no signal, but a full disk.
+        whom: a `rank`, the `parent`, `all`; `disk`: no signal, but a full disk for the parent and the workers. (Their
+            loader processes keep batches in shared memory, which is no disk, but counts for that limit.)
         signals: one after the other.
         codes: exit codes that it may lead to, beside 0 for a run that was over by then.
         pause: most seconds between two signals.
@@ -39,11 +37,14 @@ class Fault:
     later: bool = False
     damage: bool = False
 
-    def strike(self, life: Life, rng: random.Random) -> str:
+    def strike(self, life: Life, rng: Random) -> str:
         """Returns whom it struck; empty if they were gone."""
         ranks = life.ranks()
         if self.whom == "disk":
-            return fill_disk([life.pid, *ranks])
+            for pid in (life.pid, *ranks):
+                with suppress(ProcessLookupError):
+                    prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
+            return f"at {FULL >> 10} kB"
         number = rng.randrange(len(ranks) or 1)
         pids = {"rank": ranks[number : number + 1], "parent": [life.pid], "all": [*life.members()]}[self.whom]
         for at, signum in enumerate(self.signals):
@@ -53,18 +54,9 @@ class Fault:
         return named[self.whom] if pids else ""
 
 
-def fill_disk(pids: list[int]) -> str:
-    """No file of the parent and the workers may grow beyond less than a checkpoint. (Their loader processes keep
-    batches in shared memory, which is no disk, but counts for this limit.)"""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
-    return f"at {FULL >> 10} kB"
-
-
 KILL, TERM, INT, USR1 = (signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,)
 KILLED, TERMINATED, INTERRUPTED = (128 + signal.SIGKILL,), (128 + signal.SIGTERM,), (128 + signal.SIGINT,)
-FAULTS = (
+FAULTS = [
     Fault("SIGKILL", "rank", KILL, (1,), later=True),
     Fault("SIGKILL", "parent", KILL, KILLED),
     Fault("SIGKILL", "all", KILL, KILLED),
@@ -79,26 +71,15 @@ FAULTS = (
     Fault("disk full", "disk", (), (1,), later=True),
     Fault("SIGKILL, a bit flips", "all", KILL, KILLED, damage=True),
     Fault("SIGKILL, end cut off", "all", KILL, KILLED, damage=True),
-)
+]
 
 
-def damage(path: Path, fault: Fault, rng: random.Random) -> None:
+def damage(path: Path, fault: Fault, rng: Random) -> None:
     """Flips one bit of a file, or cuts off its end, in place: a second name of the file is struck too."""
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        if "flips" in fault.name:
-            at = rng.randrange(size)
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-        else:
-            file.truncate(rng.randrange(size))
-
-
-def schedule(number: int, rng: random.Random, kinds: Sequence[T]) -> list[T]:
-    """`number` faults in random order, each kind as often as the others."""
-    drawn: list[T] = []
-    while len(drawn) < number:
-        drawn += rng.sample(kinds, len(kinds))
-    return drawn[:number]
+    content = bytearray(path.read_bytes())
+    at = rng.randrange(len(content))
+    if "flips" in fault.name:
+        content[at] ^= 1 << rng.randrange(8)
+    else:
+        del content[at:]
+    path.write_bytes(content)

@@ -6,7 +6,6 @@ are affordable. Linux only: processes are found in /proc.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import multiprocessing
 import os
@@ -14,8 +13,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lockstep.run.checks import ROOT
 
@@ -28,29 +29,29 @@ class Life:
 
     Args:
         program: its name, which is that of a module that has a function of this name.
+        elsewhere: the beginning of a command that runs the rest of it on another machine, without a fork's speed.
     """
 
-    def __init__(self, arguments: Sequence[str], program: str = "train") -> None:
+    def __init__(self, arguments: Sequence[str], program: str = "train", elsewhere: Sequence[str] = ()) -> None:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_live, args=(program, self.arguments, self._said.fileno()))
-        self.process.start()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-        self.began = time.monotonic()
+        asked = (program, self.arguments, elsewhere, self._said.fileno())
+        self._process = multiprocessing.get_context("fork").Process(target=_live, args=asked)
+        self._process.start()
+        self.pid = self._process.pid or 0
+        self._began = time.monotonic()
 
     @property
     def age(self) -> float:
         """Seconds since it began."""
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began
 
     @property
     def code(self) -> int | None:
         """Its exit code as a shell tells it (128 + n after signal n); None while it lives."""
-        found = self.process.exitcode
+        found = self._process.exitcode
         return found if found is None or found >= 0 else 128 - found
 
     @property
@@ -58,23 +59,21 @@ class Life:
         """What it has said so far, on both streams."""
         return os.pread(self._said.fileno(), MOST, 0).decode(errors="replace")
 
-    def wait(self, seconds: float) -> int | None:
-        """Its exit code, or None if it is still there after `seconds`."""
+    def wait(self, seconds: float, ready: Callable[[], Any] = lambda: False) -> int | None:
+        """Its exit code, or None if it is still there after `seconds`, or when it is `ready`."""
         until = time.monotonic() + seconds
-        while self.code is None and time.monotonic() < until:
-            time.sleep(0.005)
+        while self.code is None and time.monotonic() < until and not ready():
+            time.sleep(0.01)
         return self.code
 
     def members(self) -> dict[int, int]:
         """Living processes of its session, orphans included: pid -> parent's pid, oldest first."""
         found = []
-        for entry in os.scandir("/proc"):
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                fields = entry.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.pid and fields[0] not in "ZX":
-                    found.append((int(fields[19]), int(entry.name), int(fields[1])))
+                    found.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
         return {pid: parent for _, pid, parent in sorted(found)}
 
     def ranks(self) -> list[int]:
@@ -82,19 +81,19 @@ class Life:
         command = _command(self.pid)
         return [pid for pid, parent in self.members().items() if parent == self.pid and _command(pid) == command]
 
-    def left(self, seconds: float) -> dict[int, str]:
-        """Its processes that are still there after `seconds`, as pid -> command; they are killed."""
+    def left(self, seconds: float) -> set[str]:
+        """The commands of its processes that are still there after `seconds`; they are killed."""
         until = time.monotonic() + seconds
         while (members := self.members()) and time.monotonic() < until:
             time.sleep(0.05)
-        found = {pid: _command(pid).replace("\0", " ").strip() for pid in members}
+        commands = {_command(pid) for pid in members}
         self.strike(signal.SIGKILL, *members)
-        return found
+        return commands
 
     def strike(self, signum: int, *pids: int) -> None:
         """Sends a signal to processes, those that are gone excepted."""
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def close(self) -> None:
@@ -105,18 +104,20 @@ class Life:
 
 
 def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    return ""
 
 
-def _live(program: str, arguments: list[str], output: int) -> None:
+def _live(program: str, arguments: list[str], elsewhere: Sequence[str], output: int) -> None:
     """What `python src/train.py` does, in a fork."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
+    if elsewhere:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+        os.execvp(elsewhere[0], [*elsewhere, sys.executable, f"src/{program}.py", *arguments])
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 

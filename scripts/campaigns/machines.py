@@ -1,97 +1,73 @@
 """One run over several machines, struck within its life: a worker, a machine, a link, the machine that keeps the run.
 
-The machines are network namespaces (scripts/machines.py), none of which sees another one's runs. Linux and root only.
+The machines are network namespaces (scripts/network/machines.py), none of which sees another one's runs. Linux and root
+only.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
+from typing import Any
 
-from campaigns.faults import schedule
-from campaigns.runs import LINE, unequal
+from campaigns.campaign import Campaign, schedule
+from campaigns.faults import KILLED
+from campaigns.lives import Life
 from network.machines import Machines
 
-from lockstep.run.checks import ROOT
-
 LINKS = {"link down for 5 s": 5, "link down for 20 s": 20}
-KINDS = ("worker killed", "machine killed", *LINKS, "keeper killed", "all killed")
+KINDS = ["worker killed", "machine killed", *LINKS, "keeper killed", "all killed"]
+LASTING = 3  # epochs of the run, for each fault that it must outlast
 PATIENCE = 180  # seconds that machines may take to compute again, or to end
 
 
-class SeveralMachines:
-    """The run and its faults.
+class SeveralMachines(Campaign):
+    """The run and its faults. The control: all machines are killed, and go on with another seed."""
 
-    Args:
-        job: overrides, without a layout.
-        control: all machines are killed, and go on with another seed: must not be survived.
-
-    Attributes:
-        struck: the faults so far, by name.
-        problems: what should not have happened.
-    """
-
-    runs = 1
-
-    def __init__(
-        self, machines: Machines, job: list[str], faults: int, home: Path, rng: random.Random, control: bool
-    ) -> None:
-        self.machines, self.job, self.home, self.rng, self.control = machines, job, home, rng, control
-        self.faults = schedule(faults, rng, KINDS[-1:] if control else KINDS)
-        self.struck: list[str] = []
-        self.problems: list[str] = []
-        self.homes = [home / f"machine_{number}" for number in range(len(machines.names))]
+    def __init__(self, machines: Machines, faults: int, *common: Any) -> None:
+        super().__init__(*common)
+        self.machines, self.runs = machines, 1
+        self.faults = schedule(self.rng, faults, KINDS[-1:] if self.control else KINDS)
+        self.homes = [self.home / name for name in machines.names]
         self.met = [f"num_nodes={len(self.homes)}", f"rdzv_endpoint={machines.address(0)}:29500"]
         lasting = ["elastic=true", f"max_restarts={2 * faults}", "+callbacks.pace._target_=campaigns.flips.Pace"]
-        self.command = [*job, "strategy=ddp", "devices=1", *self.met, *lasting]
-        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.arguments = [*self.job, "strategy=ddp", "devices=1", *self.met, *lasting]
+        self.lives: dict[int, Life] = {}
 
     def go(self) -> None:
-        began = time.monotonic()
-        for folder in self.homes:
-            folder.mkdir(parents=True)
-        alone = [sys.executable, "src/train.py", *self.job, f"outputs={self.home / 'undisturbed'}"]
-        with (self.home / "undisturbed.txt").open("w") as said:
-            undisturbed = subprocess.Popen(alone, cwd=ROOT, stdout=said, stderr=said)
-        for number in range(len(self.homes)):
-            self._start(number)
-        while self._whole() and self.faults:
-            kind, at = self.faults.pop(0), time.monotonic()
-            self.struck.append(kind)
-            whom = self._strike(kind)
-            followed = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
-            print(
-                LINE.format(f"{len(self.homes)} machines", kind, whom, f"{at - began:.1f} s", "", followed), flush=True
-            )
-        if self.faults:
-            self._problem(f"{len(self.faults)} faults had no run to strike")
-        if undisturbed.wait() != 0:
-            raise SystemExit(f"the undisturbed run failed:\n{(self.home / 'undisturbed.txt').read_text()}")
-        self._judge()
+        self.undisturbed()
+        try:
+            for number, folder in enumerate(self.homes):
+                folder.mkdir()
+                self._start(number)
+            while self._whole() and self.faults:
+                kind, at = self.faults.pop(0), time.monotonic()
+                self.struck.append(kind)
+                after, whom = self.lives[0].age, self._strike(kind)
+                whole = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
+                self.tell(f"{kind} ({whom}) after {after:.1f} s", whole)
+            if self.faults:
+                self.problem(f"{len(self.faults)} faults had no run to strike")
+            for life in self.lives.values():
+                life.wait(PATIENCE)
+                self.check_life(life, 0)
+            self.check_end(next(self.homes[0].glob("*/*")), self.lives[0])
+        finally:
+            for life in self.lives.values():
+                life.close()
 
     def _start(self, number: int) -> None:
-        own = self.homes[number]
-        script = [sys.executable, str(ROOT / "src" / "train.py"), *self.command, f"outputs={own}"]
-        found = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-        others = [folder for folder in self.homes if folder != own]
-        with own.with_suffix(".txt").open("a") as said:
-            output = {"stdout": said, "stderr": said, "env": {**os.environ, "PYTHONPATH": found}}
-            self.running[number] = self.machines.start(number, script, others, cwd=ROOT, **output)
+        others = [folder for folder in self.homes if folder != self.homes[number]]
+        there = self.machines.command(number, [], hidden=others)
+        self.lives[number] = Life([*self.arguments, f"outputs={self.homes[number]}"], elsewhere=there)
 
     def _strike(self, kind: str) -> str:
         """Returns whom it struck."""
-        everybody = list(self.running)
+        everybody = list(self.lives)
         number = self.rng.choice(everybody[1:])
         if kind == "worker killed":
             number = self.rng.choice(everybody)
-            for worker in workers_of(self.running[number].pid):
-                os.kill(worker, signal.SIGKILL)
+            self.lives[number].strike(signal.SIGKILL, *self.lives[number].ranks())
         elif kind in LINKS:
             self.machines.link(number, up=False)
             time.sleep(LINKS[kind])
@@ -100,10 +76,12 @@ class SeveralMachines:
             killed = {"machine killed": [number], "keeper killed": [0], "all killed": everybody}[kind]
             for lost in killed:
                 self.machines.kill(lost)
-                self.running[lost].wait()
+                self.lives[lost].wait(PATIENCE)
+                self.check_life(self.lives[lost], *KILLED)
+                self.lives[lost].close()
             if 0 in killed:  # who starts from now on goes on with the run
                 folder = next(self.homes[0].glob("*/*"))
-                self.command = [f"resume={folder}", *self.met, *(["seed=1"] if self.control else [])]
+                self.arguments = [f"resume={folder}", *self.met, *(["seed=1"] if self.control else [])]
             time.sleep(self.rng.uniform(1, 5))
             for lost in killed:
                 self._start(lost)
@@ -112,48 +90,20 @@ class SeveralMachines:
 
     def _whole(self) -> bool:
         """Waits until all machines compute, and have saved since. False: the run is over, or they never do."""
-        since, until = 0.0, time.monotonic() + PATIENCE
-        while self.running[0].poll() is None:
-            if time.monotonic() > until:
-                self._problem(f"not whole after {PATIENCE} s")
-                return False
-            if not all(workers_of(process.pid) for process in self.running.values()):
-                since = 0.0
-            elif any(file.stat().st_mtime > since > 0 for file in self.homes[0].rglob("last.ckpt")):
-                return True
-            since = since or time.time()
+        since = 0.0
+
+        def ready() -> bool:
+            nonlocal since
             time.sleep(0.1)
-        return False
+            if not all(life.ranks() for life in self.lives.values()):
+                since = 0.0
+                return False
+            since = since or time.time()
+            return any(file.stat().st_mtime > since for file in self.homes[0].rglob("last.ckpt"))
 
-    def _judge(self) -> None:
-        """Waits for the run's end: is it that of the undisturbed one?"""
-        until = time.monotonic() + PATIENCE
-        for number, process in self.running.items():
-            while process.poll() is None and time.monotonic() < until:
-                time.sleep(0.1)
-            if process.returncode != 0:
-                self._problem(f"machine {number}: exit code {process.returncode}")
-            if left := self.machines.processes(number):
-                self._problem(f"machine {number}: {len(left)} processes left behind")
-            if "Traceback" in self.homes[number].with_suffix(".txt").read_text():
-                self._problem(f"machine {number}: a traceback on the console")
-        ended, reference = (
-            json.loads(next(home.glob("*/*/summary.json")).read_text())
-            for home in (self.homes[0], self.home / "undisturbed")
-        )
-        for key, (found, value) in unequal(ended, reference).items():
-            self._problem(f"{key} is {found}, undisturbed {value}")
-
-    def _problem(self, text: str) -> None:
-        print(f"PROBLEM {text}", flush=True)
-        self.problems.append(text)
-
-
-def workers_of(pid: int) -> list[int]:
-    """The workers of a run's parent: its forks."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        own = Path(f"/proc/{pid}/cmdline").read_text()
-        return [int(child) for child in children if Path(f"/proc/{child}/cmdline").read_text() == own]
-    except OSError:  # one has ended meanwhile
-        return []
+        if self.lives[0].wait(PATIENCE, ready) is not None:
+            return False
+        if not ready():
+            self.problem(f"not whole after {PATIENCE} s", self.lives[0])
+            return False
+        return True

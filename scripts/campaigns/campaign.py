@@ -1,0 +1,104 @@
+"""What all campaigns share: runs of one job, of which one is left alone, and what must be so of those that are not."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+from campaigns.lives import Life
+
+HOUR = 3600
+GONE = 8  # seconds: loader processes look for their parent every 5
+T = TypeVar("T")
+
+
+class Campaign:
+    """Runs of one job that faults strike.
+
+    Args:
+        job: overrides, without a layout.
+        home: a folder for the runs.
+        control: what must not be survived: runs that go on with another seed, or that nobody verifies.
+
+    Attributes:
+        struck: the faults so far, by name.
+        problems: what should not have happened.
+        runs: so many were struck.
+    """
+
+    claim = "all ended bitwise equal, nothing was left behind"
+
+    def __init__(self, name: str, job: list[str], home: Path, rng: Random, control: bool = False) -> None:
+        self.name, self.job, self.home, self.rng, self.control = name, job, home, rng, control
+        self.struck: list[str] = []
+        self.problems: list[str] = []
+        self.runs = 0
+
+    def go(self) -> None:
+        raise NotImplementedError
+
+    def undisturbed(self, *layout: str) -> Path:
+        """Makes the run whose end is that of all; returns its folder.
+
+        Raises:
+            SystemExit: it failed.
+        """
+        home = self.home / "undisturbed"
+        with closing(Life([*self.job, f"outputs={home}", *layout])) as life:
+            life.wait(HOUR, life.ranks)
+            self.starting = life.age  # seconds until there are workers
+            if life.wait(HOUR) != 0:
+                raise SystemExit(f"the undisturbed run failed, exit code {life.code}:\n{life.text}")
+            self.seconds = life.age
+        (folder,) = home.glob("*/*")
+        self.reference = summary_of(folder)
+        return folder
+
+    def check_life(self, life: Life, *codes: int) -> None:
+        """What must be so after each life."""
+        if life.code not in codes:
+            self.problem(f"exit code {life.code}, not {' or '.join(map(str, sorted(codes)))}", life)
+        if commands := life.left(GONE):
+            self.problem(f"processes left behind: {', '.join(sorted(commands))}", life)
+        if "Traceback" in life.text:
+            self.problem("a traceback on the console", life)
+
+    def check_end(self, folder: Path, life: Life) -> None:
+        """What must be so of a run that ended well: the undisturbed one's end."""
+        ended, reference = summary_of(folder), self.reference
+        for key in ("weights_sha256", "status", "steps", "samples_seen"):
+            if ended.get(key) != reference[key]:
+                self.problem(f"{key} is {ended.get(key)}, undisturbed {reference[key]}", life)
+        for key, value in reference["metrics"].items():
+            found = ended.get("metrics", {}).get(key, math.nan)
+            if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):  # a rounding: of their sum's order
+                self.problem(f"{key} is {found}, undisturbed {value}", life)
+        if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
+            self.problem(f"temporary files in the run folder: {', '.join(unfinished)}", life)
+
+    def problem(self, what: str, life: Life | None = None) -> None:
+        self.tell(f"PROBLEM {what}")
+        lines = [f"  struck last: {self.struck[-1]}"] if self.struck else []
+        if life:
+            lines += [f"  life: {' '.join(life.arguments)}", *(f"    {line}" for line in life.text.splitlines()[-12:])]
+        self.problems.append("\n".join([f"{self.name}: {what}", *lines]))
+
+    def tell(self, *parts: str) -> None:
+        print(f"{self.name}: {', '.join(filter(None, parts))}", flush=True)
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def schedule(rng: Random, number: int, kinds: list[T]) -> list[T]:
+    """`number` faults in random order, each kind as often as the others."""
+    drawn: list[T] = []
+    while len(drawn) < number:
+        drawn += rng.sample(kinds, len(kinds))
+    return drawn[:number]
