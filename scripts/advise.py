@@ -9,8 +9,6 @@ and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices
 machines that are joined so (see `scaling.py`). Takes the config of train.py; writes advise.json.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -24,8 +24,6 @@ nothing was seen in N steps --clean.
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -9,8 +9,6 @@ Prints for each the bytes through the busiest worker's link, the time that alpha
 All must give the same sum: bit for bit, of Lockstep's exact integers. Writes communication.md, .json and .png.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -9,8 +9,6 @@ a plot of test accuracy against a key, with a column and a line for each choice 
 compared in all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

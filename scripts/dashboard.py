@@ -3,8 +3,6 @@
 What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin later come to it by themselves.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -7,8 +7,6 @@ for any n, probabilities float32 [n, classes]. What was written is read again an
 lies model.json: class names, shape, and how far the two were apart.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -25,8 +25,6 @@ Writes parity.json and parity.png into its run folder, or differences.json and d
 codes: 0 all as promised, 1 not, 2 bad input.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Computes a part of a run again, from what its ledger says of it, with the project's own training in a folder that is
 thrown away."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import signal

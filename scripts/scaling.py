@@ -8,8 +8,6 @@ in buckets, last layer first; each bucket's all-reduce (a ring) starts when back
 one before is done. So of the link's time a step shows only what goes on after its backward pass.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ number, with what they said in <number>.log, Optuna's study.db, and experiment/b
 A trial is forked from the search as a job is from its sweep (lockstep/sweeps/jobs.py), and runs what src/train.py does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import math

@@ -12,8 +12,6 @@ proves, and what not.
 Exit codes: 0 all the same, 1 something differs, 2 bad input (no ledger, nothing to start from).
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

@@ -10,8 +10,6 @@ way's, the part of its time that a stage waits for others, what a worker sends, 
 network namespace whose link has that rate (Linux, as root). Exit codes: 0 measured, 1 a run failed, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -48,7 +46,7 @@ class Way:
     steps: list[float] = field(default_factory=list)
     runs: list[list[dict[str, Any]]] = field(default_factory=list)
 
-    def row(self, link: str, first: Way) -> str:
+    def row(self, link: str, first: "Way") -> str:
         low, mid, high = (1000 * each / self.samples for each in quantiles(self.steps, n=4))
         gain = median(first.steps) / first.samples / median(self.steps) * self.samples
         waits = median(mean(worker["waits"] for worker in run) for run in self.runs)

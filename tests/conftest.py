@@ -1,7 +1,5 @@
 """Whole runs as real processes, and the promise that none outlives its test session."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

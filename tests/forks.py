@@ -6,8 +6,6 @@ can't show is how long it takes to start, what it imports, and what an interpret
 (PYTHONPATH, a hash seed of its own).
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

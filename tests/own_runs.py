@@ -1,7 +1,5 @@
 """Runs of a user's own modules (own_modules.py) in a copy of the template; see conftest.py's fixture `project`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A plain module and batches that look like a step's, for callbacks in a Trainer; and what reads their traces."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ class FakeBatch:
         self.x = torch.full((SIZE, 3), float(number))
         self.y = torch.arange(SIZE) % 2
 
-    def to(self, *args: Any, **kwargs: Any) -> FakeBatch:
+    def to(self, *args: Any, **kwargs: Any) -> "FakeBatch":
         return self
 
 

@@ -1,7 +1,5 @@
 """Machines for tests: network namespaces, each with a name, a link, a copy of the project and folders of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

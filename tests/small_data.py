@@ -1,7 +1,5 @@
 """Small data sets, and DataModules on them with what they ask of a Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

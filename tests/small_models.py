@@ -1,7 +1,5 @@
 """The models on a task of three classes and twelve pixels."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

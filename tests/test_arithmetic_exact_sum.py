@@ -1,7 +1,5 @@
 """Sums that neither the order of addends nor their distribution over processes can change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """When checkpoints are written, and which is the best."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

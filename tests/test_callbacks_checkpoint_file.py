@@ -1,7 +1,5 @@
 """Checkpoint files: whole or refused by name, and no code in them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import zipfile

@@ -1,7 +1,5 @@
 """What the callbacks show of a run: on the console, to the loggers, and of several ranks."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

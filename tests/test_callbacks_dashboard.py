@@ -1,7 +1,5 @@
 """What TensorBoard gets to show, read back from the event files of whole runs."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

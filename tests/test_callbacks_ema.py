@@ -1,7 +1,5 @@
 """callbacks=ema: an average of the weights is what is validated, kept, tested and named."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """docs/data.md, followed literally: its file is written, its commands are run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

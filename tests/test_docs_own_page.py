@@ -1,7 +1,5 @@
 """docs/own.md, followed literally: its files are written, its commands are run."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shlex

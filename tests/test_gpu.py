@@ -1,7 +1,5 @@
 """What only a GPU can show: run these first where there is one. Everything else about it is tested on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

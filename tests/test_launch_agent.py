@@ -1,7 +1,5 @@
 """lockstep.launch.agent where nobody trains: workers that end in odd ways."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Two machines' parents, in one process: what one brings belongs to one run of a sweep."""
 
-from __future__ import annotations
-
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor

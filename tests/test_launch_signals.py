@@ -1,7 +1,5 @@
 """Signals that come before a run's workers exist, or when they are done: nothing is lost, and nothing is said of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A command imports what its run needs, ends without losing anything, and its workers share the data in memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What happens to a batch on the device: normalisation and augmentation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a step's batch holds, what is random in it, and that evaluation sees every sample once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import sys

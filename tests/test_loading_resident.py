@@ -3,8 +3,6 @@
 No GPU is needed: the device is the CPU here, the free memory a number.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Transforms of a config, mixed pieces and balanced sampling: on any layout, and refused where they can't be."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 from dataclasses import dataclass, replace

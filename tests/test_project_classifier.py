@@ -1,7 +1,5 @@
 """An ImageClassifier in a Trainer: what it logs, its checkpoint, and a resume with other settings."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data sets in files of their own format: read, downloaded, and refused where they are damaged."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import http.server

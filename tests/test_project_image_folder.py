@@ -1,7 +1,5 @@
 """Folders of images: read, and refused where something is wrong with them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A CSV file of images: read, split, and refused where something is wrong with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The nets: sizes, switches, weights that follow from the seed, refusals."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

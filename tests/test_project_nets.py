@@ -1,7 +1,5 @@
 """Nets of torchvision and timm by their names: sizes, weights, refusals, whole runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError

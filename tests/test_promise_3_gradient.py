@@ -3,8 +3,6 @@
 A user's own LightningModule, written as in Lightning's tutorial, is compared with a loop in plain torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Several machines take the steps of one device, to the bit; those that differ are refused; nobody else can listen."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

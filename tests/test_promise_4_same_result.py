@@ -4,8 +4,6 @@ noise of summation order, and with exact=true to the bit.
 Each table is one sweep in one process, since a process costs seconds of imports and a further job one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import chain

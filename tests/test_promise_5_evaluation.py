@@ -1,7 +1,5 @@
 """Promise 5: every sample counts once in evaluation; metrics don't depend on who evaluated what, in which order."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promise 6: struck at random, a run goes on. scripts/chaos.py with a short seed; docs/daily.md quotes a long one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promise 6 without a user: workers that die or hang come back, and those that don't are done without."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Promise 6 over several machines: one that is lost is named and done without, and may come back."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@
 scripts/chaos.py does the same at random and at length; here each case is one that a reader can follow.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

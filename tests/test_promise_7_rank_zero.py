@@ -1,7 +1,5 @@
 """Promise 7: rank zero speaks, and one run is one folder: under any launcher, on several machines, whatever dies."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Whatever is read ends in a result or in a refusal of one line, and in nothing else: bounded, seeded fuzzing."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import math

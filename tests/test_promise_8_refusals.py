@@ -1,7 +1,5 @@
 """Promise 8: bad input is refused early, in one line that names what is wrong and what would be right."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Promise 9: what a stranger's file may claim. The table of docs/untrusted.md."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,8 +1,6 @@
 """Promise 9: what a checkpoint carries can name nothing that the local conf/ does not; the user's own config may name
 whatever is installed."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The repository itself: installs from hashed pins, names no machine, and says only what is there."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The fast path is chosen by itself, said in the start-up line, and each part of it has a key that switches it off."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fine-tuning: weights that a run begins with, what is frozen and unfrozen, factors of the learning rate."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Each key of conf/ does something: what is built of another value is another thing, or the engine reads it."""
 
-from __future__ import annotations
-
 import re
 from collections import ChainMap
 from collections.abc import Iterator, Mapping

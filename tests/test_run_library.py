@@ -1,7 +1,5 @@
 """Training from Python: docs/library.md literally, from a parent that has computed and has no file."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

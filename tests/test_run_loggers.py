@@ -1,7 +1,5 @@
 """What loggers keep of whole runs, read back from their files: no network is there."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """accumulate_grad_batches=auto finds how many pieces fit; out of memory in mid-run ends in one line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Opening a data set: embedded ones, what is held out, and options."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers and schedules: what decays, closed forms, what yaml and the command line can name, refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trained model used on its own: predictions for a folder of images, and exported files."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Recipes and debug modes: each fits the schema, also on top of each other, and each debug mode does what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Under SLURM, played by two small programs: told to end, a job queues itself again, and then goes on by itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What summary.json is made of."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

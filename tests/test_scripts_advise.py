@@ -1,7 +1,5 @@
 """The advice: a whole answer on this machine, and what it says of devices that differ."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark compares what is comparable: sides take turns, compute the same, and a wrong one is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

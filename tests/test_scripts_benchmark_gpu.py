@@ -1,7 +1,5 @@
 """What is for GPUs, as far as a machine without one can show it: the benchmark, a day's trials, the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Who talks to whom: every way gives the same sum, over links that its formula names; and what a step takes by that."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What scripts/compare.py tells of two run folders."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """scripts/parity.py: it passes what is the same, and fails where it can't see what is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """scripts/search.py: a search that was killed goes on, others join in, and it leaves a config to use."""
 
-from __future__ import annotations
-
 import re
 import signal
 from pathlib import Path

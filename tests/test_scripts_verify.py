@@ -1,8 +1,6 @@
 """The ledger, and what scripts/verify.py proves by it: a run that was killed twice and changed its layout twice comes
 out again on two others; one that says what was not computed does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`audit=`: runs in which one device computes wrong, once or from some step on, and clean ones without an alarm."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`compile`: the same weights to rounding, under exact the same bits on every layout; and what CUDA graphs ask for."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

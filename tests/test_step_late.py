@@ -3,8 +3,6 @@
 A user's own LightningModule is compared with loops in plain torch, and layouts with each other, to the bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 It builds on private names of Lightning (step/loop.py lists them); these tests fail when upstream changes them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A user's own LightningModule, as in Lightning's tutorial: what it may do, how it goes on, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`strategy=pipeline`: a network over several devices takes the steps of one device, to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

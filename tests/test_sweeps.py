@@ -1,7 +1,5 @@
 """Sweeps that finish: whatever happens to a job, the others go on, and what is missing can be run later."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

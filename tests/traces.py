@@ -1,7 +1,5 @@
 """What happens inside a step, from the trace that `debug=profile` writes."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from bisect import bisect_right

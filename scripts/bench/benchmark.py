@@ -10,8 +10,6 @@ part writes a JSON file (--json) with machine, versions and commit.
 Exit codes: 0 measured, 1 a part failed, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import sys

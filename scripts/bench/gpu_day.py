@@ -10,8 +10,6 @@ is an answer; trials of one task must end with the same bits, and their control 
 promised, 1 not, 2 bad input.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What all campaigns share: runs of one job, of which one is left alone, and what must be so of those that are not."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What strikes a run: signals, a full disk, damage to the newest checkpoint."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Callbacks for campaigns: one flips bits of a run and says nothing, as a faulty device does; one slows a run down."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

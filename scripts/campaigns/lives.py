@@ -4,8 +4,6 @@ A life is a fork of this process, which has imported everything: it takes a seco
 are affordable. Linux only: processes are found in /proc.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

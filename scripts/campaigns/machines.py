@@ -4,8 +4,6 @@ The machines are network namespaces (scripts/network/machines.py), none of which
 only.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs on one machine that are struck again and again: their lives, and what must be so after each of them."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 import time

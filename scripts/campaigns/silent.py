@@ -1,7 +1,5 @@
 """Runs in which bits flip and nobody says so: what is seen of it, after how many steps, and who is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

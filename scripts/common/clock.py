@@ -1,7 +1,5 @@
 """A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=common.clock.Clock`."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What the programs show: tables in Markdown, plots as files and the looks that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Plots of groups of runs as PNG: loss, accuracy, speed. A group has its colour, line and marker in all of them, so
 that they can be told apart without colour too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean

@@ -1,8 +1,6 @@
 """What differs between two runs: config, code, versions, machine, layout, data, and what came out, to the bits of the
 weights. What is the same in both is named in one line, not listed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

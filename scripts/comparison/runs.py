@@ -1,7 +1,5 @@
 """Runs of one config and several seeds as one group, what sets the groups apart, and the curves of a run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

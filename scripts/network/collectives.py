@@ -11,8 +11,6 @@ K bytes, this is what crosses the busiest worker's link, one after the other (a 
 | the same, P the power of two below N | 2 log2 P + 2 | 2 (P - 1) / P K + 2 K |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

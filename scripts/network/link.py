@@ -1,7 +1,5 @@
 """What a message over a link takes: alpha + beta n seconds for n bytes, and what sums over workers take by that."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class Link:
         return 8 / self.beta / 1e6
 
     @classmethod
-    def fitted(cls, pings: list[tuple[int, float]], gamma: float) -> Link:
+    def fitted(cls, pings: list[tuple[int, float]], gamma: float) -> "Link":
         """From (bytes, seconds): beta is the slope of what large messages took, alpha what is left of small ones. So
         what a rested link passes at once, its burst, does not count."""
         sizes, times = (np.array(each) for each in zip(*pings, strict=True))
@@ -67,11 +65,11 @@ class Link:
         return cls(alpha, beta, gamma, (low, high))
 
     @classmethod
-    def of_rate(cls, rate: str) -> Link:
+    def of_rate(cls, rate: str) -> "Link":
         return cls(LATENCY, 8 / bits_per_second("link", rate) / PAYLOAD)
 
     @classmethod
-    def measured(cls, path: Path) -> Link:
+    def measured(cls, path: Path) -> "Link":
         """The one that `communication.py` left in its folder."""
         try:
             found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]

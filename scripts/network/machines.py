@@ -3,8 +3,6 @@
 Linux and root only. A link can be limited to a rate, cut and mended; a machine can be killed whole.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -48,7 +46,7 @@ class Machines:
         self._switch = f"{self._prefix}s"
         self.names = [f"{self._prefix}m{index}" for index in range(count)]
 
-    def __enter__(self) -> Machines:
+    def __enter__(self) -> "Machines":
         if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
             raise NoMachines(f"{missing[0]} is not installed (packages iproute2 and util-linux)")
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread():

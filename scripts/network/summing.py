@@ -5,8 +5,6 @@
 Rank zero leaves what was found in check.json, or measure.json: a dict for each number of workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -5,8 +5,6 @@ same pair again with it. Another seed stands at the end, for scale. Kinds of GPU
 two of them, and is not measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any

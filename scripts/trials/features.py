@@ -2,8 +2,6 @@
 mid-epoch and resumed on another one. Controls: a run without the feature, and one that does it wrong by rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What parity.py concludes from two trials, and how it shows that: distances, tolerance, verdict, table, plot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ class Distances:
         """The largest of all steps."""
         return float(self.loss_curve.max())
 
-    def leaves(self, tolerance: Distances) -> int:
+    def leaves(self, tolerance: "Distances") -> int:
         """The first step (1, 2, ...) after which something is further away than allowed; 0: none."""
         inside = (self.weights_curve <= tolerance.weights_curve) & (self.loss_curve <= tolerance.loss_curve)
         inside[-1] &= all(getattr(self, name) <= getattr(tolerance, name) for name in ENDS)

@@ -1,7 +1,5 @@
 """What a trial does beside training: it writes itself down, to the bit, and may be wrong on purpose."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -4,8 +4,6 @@ Each trial is a run of train.py with one callback more, which writes down. The p
 so that it can fork.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

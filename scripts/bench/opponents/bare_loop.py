@@ -10,8 +10,6 @@ file that benchmark.py wrote: images, labels, order of samples, initial weights.
 kind can be: grey images of 28 x 28 as bytes, a batch made float at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 from contextlib import nullcontext

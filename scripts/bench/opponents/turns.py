@@ -7,8 +7,6 @@ is waited for where the counted steps begin and where they end. WEIGHTS, `<step>
 after that many steps are saved, to be compared.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -50,7 +48,7 @@ class Turns:
             self._answer_and_wait(self.connection)
         self.started = time.perf_counter()
 
-    def _answer_and_wait(self, connection: Connection[Any, Any]) -> None:
+    def _answer_and_wait(self, connection: "Connection[Any, Any]") -> None:
         connection.send(self.seconds)
         self.seconds = []
         try:

@@ -1,7 +1,5 @@
 """A folder of images, against the loops over a DataLoader that one would write: train.py, and predict.py."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs that run against each other in turns, a block of steps each (see opponents/turns.py)."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Whole programs: from the command to the first step and to an accuracy, and the memory that they take."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """A step of train.py as users run it: against the loop that people write by hand, on a GPU too; in pieces and with
 exact sums; and on two ddp workers. One thread a process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
