@@ -91,12 +91,12 @@ def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: b
         return 0.0, one.step
     end = max(one.ready)
     sent = [(end, 2 * sum(one.sizes))] if exact else [(at, on_the_wire * size) for at, size in buckets(one)]
-    reducing, done = 0.0, 0.0
+    reducing, left = 0.0, -end  # of what has been sent, seconds after the backward pass
     for ready, size in sent:
         seconds = link.cost("ring", machines, int(size)).seconds
         reducing += seconds
-        done = max(done, ready) + seconds
-    return reducing, one.step + max(done - end, 0.0)
+        left = max(left, ready - end) + seconds
+    return reducing, one.step + max(left, 0.0)
 
 
 def buckets(one: Computed) -> list[tuple[float, int]]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.arithmetic.audit import chosen
 
@@ -49,6 +50,7 @@ class Flips(Callback):
         self.chosen = ""  # of the names, in this step
         self.number = 0  # of the pass that is struck
         self.passes: Counter[str] = Counter()  # of each name in this step
+        self.messages = Messages(self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         weights = {name: weight for name, weight in pl_module.named_parameters() if weight.requires_grad}
@@ -56,8 +58,6 @@ class Flips(Callback):
         if self.place == "gradients":
             for name, weight in weights.items():
                 weight.register_hook(partial(self._pass, name))
-        if self.place in ("sent", "received"):
-            self.all_reduce, dist.all_reduce = dist.all_reduce, self._sum
         if self.place == "activations":
             self.names = sorted({name.rpartition(".")[0] for name in weights})
             for name in self.names:
@@ -74,6 +74,8 @@ class Flips(Callback):
         self.now = step if step >= self.step and not over and trainer.global_rank == rank else 0
         if self.now and self.place == "weights":
             self._strike(self.chosen, pl_module.get_parameter(self.chosen))
+        if self.now and self.place in ("sent", "received"):
+            self.messages.__enter__()
 
     def _aim(self, trainer: Any, batch: Any) -> int:
         """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
@@ -86,6 +88,10 @@ class Flips(Callback):
         self.number = passes.index(True) if any(passes) else 0
         return choice.devices[0]
 
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.now and self.place in ("sent", "received"):
+            self.messages.__exit__(None, None, None)
+
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.now and self.place == "checkpoint":
             state = checkpoint["state_dict"]
@@ -96,18 +102,6 @@ class Flips(Callback):
         self.passes[name] += 1
         due = self.lasting or self.passes[name] == self.number + 1
         return self._struck(name, value) if self.now and due and name == self.chosen else None
-
-    def _sum(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In the place of torch's all-reduce."""
-        due = self.now and tensor.numel() >= LEAST
-        if due and self.place == "sent":
-            self._strike("the sum", tensor)
-        work = self.all_reduce(tensor, *args, **kwargs)
-        if due and self.place == "received":
-            if work:
-                work.wait()
-            self._strike("the sum", tensor)
-        return work
 
     def _struck(self, name: str, value: Tensor) -> Tensor:
         changed = value.clone()
@@ -123,3 +117,22 @@ class Flips(Callback):
         tensor[at] = element[0]
         if not self.file.exists():
             self.file.write_text(json.dumps({"rank": dist.get_rank(), "step": self.now, "name": name, "at": at}))
+
+
+class Messages(TorchDispatchMode):
+    """While it is entered, the sums of gradients are struck: as a rank sends them, or as it has received them."""
+
+    def __init__(self, flips: Flips) -> None:
+        super().__init__()
+        self.flips = flips
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.c10d.allreduce_.default or len(args[0][0]) < LEAST:
+            return func(*args, **(kwargs or {}))
+        if self.flips.place == "sent":
+            self.flips._strike("the sum", args[0][0])
+        found = func(*args, **(kwargs or {}))
+        if self.flips.place == "received":
+            dist.Work.unbox(found[1]).wait()
+            self.flips._strike("the sum", args[0][0])
+        return found

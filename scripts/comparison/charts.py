@@ -4,6 +4,7 @@ that they can be told apart without colour too."""
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from common.showing import our_pyplot, style
@@ -102,7 +103,6 @@ def _ends(values: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[fmean(each) - min(each) for each in values], [max(each) - fmean(each) for each in values]]
 
 
-def _save(figure: object, path: Path) -> None:
-    pyplot.figure(figure)
-    pyplot.savefig(path)
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path)
     pyplot.close(figure)
