@@ -1,7 +1,7 @@
 """What a step of ddp takes on several machines with one device each, from what one device takes and a link.
 
     python scripts/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
-    python scripts/scaling.py 1.19 44.7 100mbit 1gbit     # by the formula alone: seconds of a step, MB of its gradient
+    python scripts/scaling.py 1.19 44.7 1gbit 400gbit@5us    # on paper: seconds of a step, MB of its gradient
 
 A machine of n computes the n-th part of the step's samples, which is measured here, on one device. DDP sends gradients
 in buckets, last layer first; each bucket's all-reduce (a ring) starts when backward has made its last gradient, and the
@@ -17,11 +17,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
-from network.link import Link, bits_per_second
+from network.link import Link
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import Config
 
+MOST = 10_000  # machines on paper
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, torch's defaults
 ON_THE_WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 
@@ -48,7 +49,7 @@ class Several:
 
 
 def links(given: Any, outputs: str) -> dict[str, Link]:
-    """By name: a rate (200mbit), what communication.py wrote, `newest` of these, or a list of such."""
+    """By name: a rate (200mbit, 400gbit@5us), what communication.py wrote, `newest` of these, or a list of such."""
     found = {}
     for name in given if isinstance(given, list) else [given]:
         if name == "newest":
@@ -59,7 +60,6 @@ def links(given: Any, outputs: str) -> dict[str, Link]:
         elif Path(str(name)).exists():
             found[str(name)] = Link.measured(Path(str(name)))
         else:
-            bits_per_second("link", name)
             found[str(name)] = Link.of_rate(str(name))
     return found
 
@@ -143,30 +143,34 @@ def conclusion(rows: list[Several]) -> str:
     return "\n".join(said)
 
 
-def eaten(step: float, size: int, link: Link) -> tuple[int, int, float, float]:
-    """Of machines that each take an equal part of the `step` seconds and then sum `size` bytes in a ring: the number
-    from which on they send longer than they compute, the fastest number, and how many times as fast that and 2 are."""
+def eaten(step: float, size: int, link: Link, way: str) -> tuple[int | None, int, float, float, float]:
+    """Of machines that each take an equal part of the `step` seconds and then sum `size` bytes: the number from which
+    on they send longer than they compute, the fastest number, and how many times as fast that and 2 are. Then what part
+    of the time `MOST` machines compute which take `step` seconds each."""
+
+    def sending(count: int) -> float:
+        return link.cost(way, count, size).seconds if count > 1 else 0.0
 
     def seconds(count: int) -> float:
-        return step / count + (link.cost("ring", count, size).seconds if count > 1 else 0.0)
+        return step / count + sending(count)
 
-    counts = range(2, 10_000)
-    half = next(count for count in counts if seconds(count) > 2 * step / count)
-    best = min((1, *counts), key=seconds)
-    return half, best, step / seconds(best), step / seconds(2)
+    half = next((count for count in range(2, MOST) if sending(count) > step / count), None)
+    best = min(range(1, MOST + 1), key=seconds)
+    return half, best, step / seconds(best), step / seconds(2), step / (step + sending(MOST))
 
 
 def main(seconds: str, megabytes: str, *names: str) -> int:
     try:
         rows = []
         for name, link in links(list(names), "outputs").items():
-            half, best, gain, two = eaten(float(seconds), int(1e6 * float(megabytes)), link)
-            rows.append((name, half, best, f"{gain:.1f}", f"{two:.2f}"))
+            for way in ("ring", "halving and doubling"):
+                half, best, gain, two, busy = eaten(float(seconds), int(1e6 * float(megabytes)), link, way)
+                rows.append((name, way, half or "", best, f"{gain:.1f}", f"{two:.2f}", f"{busy:.1%}"))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    columns = ("link", "sends longer than it computes, from", "fastest on", "times one machine", "2 machines")
-    print(markdown(columns, rows))
+    columns = ["link", "way", "sends longer than it computes, from", "fastest on", "times one machine", "2 machines"]
+    print(markdown([*columns, f"{MOST:,} with such a step each: computing"], rows))
     return 0
 
 

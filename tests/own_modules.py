@@ -257,7 +257,7 @@ class OneFails(LitDigits):
 
 class Flips(pl.Callback):
     """Flips a bit in step `step`, or from it on where it is `lasting`, of what one device computes, a `gradient`, a
-    `weight` or an `activation` (of one of two under dp), or of a `message` that it gets."""
+    `weight` or an `activation` (of one of two under dp), or of a message that is `sent` or `got` by it."""
 
     def __init__(self, what, device, step, lasting=False):
         self.what, self.device, self.step, self.lasting = what, device, step, lasting
@@ -269,15 +269,24 @@ class Flips(pl.Callback):
         return what == self.what and due and int(there[trainer.global_rank]) == self.device
 
     def on_fit_start(self, trainer, pl_module):
-        plain, self.calls = torch.distributed.all_reduce, 0
+        plain, to_one, self.calls = torch.distributed.all_reduce, torch.distributed.P2POp, 0
+
+        def flip_message(tensor, what):
+            if tensor.dtype == torch.int64 and tensor.numel() > 1000 and self.strikes(trainer, what):
+                tensor[500] ^= 1 << 30
 
         def all_reduce(tensor, *args, **options):
+            flip_message(tensor, "sent")
             work = plain(tensor, *args, **options)
-            if tensor.dtype == torch.int64 and tensor.numel() > 1000 and self.strikes(trainer, "message"):
-                if work is not None:
-                    work.wait()
-                tensor[500] ^= 1 << 30
+            if work is not None:
+                work.wait()
+            flip_message(tensor, "got")
             return work
+
+        def message(op, tensor, peer):
+            if op is torch.distributed.isend and self.lasting:
+                flip_message(tensor, "sent")
+            return to_one(op, tensor, peer)
 
         def flip_output(layer, args, output):
             if self.what == "activation" and trainer.training and not trainer.strategy.again:
@@ -285,7 +294,7 @@ class Flips(pl.Callback):
                     flip(output.data)
                 self.calls += 1
 
-        torch.distributed.all_reduce = all_reduce
+        torch.distributed.all_reduce, torch.distributed.P2POp = all_reduce, message
         pl_module.net[3].register_forward_hook(flip_output)
 
     def on_train_batch_start(self, trainer, pl_module, *args):

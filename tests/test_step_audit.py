@@ -78,10 +78,28 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
 
 
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
-    told = flips("message", "1", 2)
+    told = flips("got", "1", 2)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
     said = "rank 1 failed: Damaged: step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
     assert run.summary["error"].startswith(said), run
+    assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lasting", "told"),
+    [
+        (3, True, "what rank 1 sends comes wrong again"),
+        (2, True, "what rank 1 sends to rank 0 comes wrong again"),
+        (3, False, "asked once more, all comes as it was sent"),
+    ],
+)
+def test_who_sends_what_comes_damaged_is_found_by_asking_again(
+    project: Path, tmp_path: Path, ranks: int, lasting: bool, told: str
+) -> None:
+    struck = flips("sent", "1", 2, lasting)
+    run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", f"devices={ranks}", *struck, ok=False)
+    said = "step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent; none was applied; "
+    assert said + told in run.summary["error"], run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
 
@@ -120,13 +138,17 @@ def test_of_two_devices_nobody_can_tell_which_goes_on_to_be_wrong(project: Path,
 
 def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Path, tmp_path: Path, clean: Run) -> None:
     """From the last checkpoint that it has not spoilt: the third step has the last one's fault in it."""
-    on = ("strategy=ddp", "devices=3", "elastic=true", *flips("gradient", "0,2", 2, lasting=True))
-    run = train(project, tmp_path, "LitDigits", *AUDIT, *on, "-m")
-    for folder, seen in zip(run.jobs, (3, 4), strict=True):
+    on = ("strategy=ddp", "devices=3", "elastic=true")
+    told = flips("gradient", "0,2", 2, lasting=True)
+    run = train(project, tmp_path / "computed", "LitDigits", *AUDIT, *on, *told, "-m")
+    sent = train(project, tmp_path / "sent", "LitDigits", *AUDIT, *on, *flips("sent", "1", 2, lasting=True))
+    assert "step 3, piece" in run.stderr
+    assert "step 4, piece" in run.stderr
+    assert "what rank 1 sends comes wrong again; going on with 2 of 3 workers" in sent.stderr
+    for folder in (*run.jobs, sent.folder):
         summary = summary_of(folder)
         assert summary["weights_sha256"] == clean.summary["weights_sha256"]
         assert (summary["restarts"], summary["layout"]["devices"]) == (1, 2)
-        assert f"step {seen}, piece" in run.stderr
         assert "resumes after step 2" in (folder / "train.log").read_text()
 
 

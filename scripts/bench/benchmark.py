@@ -25,7 +25,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from common.machine import cpu_name
 from common.showing import markdown
-from parts import folders, programs, steps
+from parts import folders, growth, programs, steps
 from parts.players import Row
 
 from lockstep.arithmetic.layout import Refusal
@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders.folders(folder),
     "busy": lambda *_: programs.busy(),
+    "growth": lambda *_: growth.growth(),
     "gpu": lambda folder, _: steps.gpu(folder),
 }
 

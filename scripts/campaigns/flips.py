@@ -70,12 +70,15 @@ class Flips(Callback):
         self.chosen, self.number = random.choice(self.names), random.randrange(len(batch.micro_batches))
         if rank is None:
             rank = self._aim(trainer, batch)
-        over = self.file.exists() and not self.lasting
-        self.now = step if step >= self.step and not over and trainer.global_rank == rank else 0
+        self.now = step if step >= self.step and not self.is_over and trainer.global_rank == rank else 0
         if self.now and self.place == "weights":
             self._strike(self.chosen, pl_module.get_parameter(self.chosen))
         if self.now and self.place in ("sent", "received"):
             self.messages.__enter__()
+
+    @property
+    def is_over(self) -> bool:
+        return self.file.exists() and not self.lasting
 
     def _aim(self, trainer: Any, batch: Any) -> int:
         """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
@@ -120,19 +123,22 @@ class Flips(Callback):
 
 
 class Messages(TorchDispatchMode):
-    """While it is entered, the sums of gradients are struck: as a rank sends them, or as it has received them."""
+    """While it is entered, the sums of gradients are struck, and messages to one rank: as a rank sends them, or as it
+    has received them."""
 
     def __init__(self, flips: Flips) -> None:
         super().__init__()
         self.flips = flips
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.c10d.allreduce_.default or len(args[0][0]) < LEAST:
+        c10d, sent = torch.ops.c10d, self.flips.place == "sent"
+        struck = c10d.allreduce_.default, c10d.send.default if sent else c10d.recv_.default
+        if func not in struck or len(args[0][0]) < LEAST or self.flips.is_over:
             return func(*args, **(kwargs or {}))
-        if self.flips.place == "sent":
+        if sent:
             self.flips._strike("the sum", args[0][0])
         found = func(*args, **(kwargs or {}))
-        if self.flips.place == "received":
-            dist.Work.unbox(found[1]).wait()
+        if not sent:
+            dist.Work.unbox(found[1] if func is c10d.allreduce_.default else found).wait()
             self.flips._strike("the sum", args[0][0])
         return found

@@ -66,7 +66,12 @@ class Link:
 
     @classmethod
     def of_rate(cls, rate: str) -> "Link":
-        return cls(LATENCY, 8 / bits_per_second("link", rate) / PAYLOAD)
+        """From `1gbit`, or with a latency in microseconds, `400gbit@5us`."""
+        bits, _, latency = rate.partition("@")
+        if latency and not re.fullmatch(r"\d+(\.\d+)?us", latency):
+            raise Refusal(f"link={show(rate)}: a latency is written 400gbit@5us")
+        alpha = float(latency[:-2]) * 1e-6 if latency else LATENCY
+        return cls(alpha, 8 / bits_per_second("link", bits) / PAYLOAD)
 
     @classmethod
     def measured(cls, path: Path) -> "Link":

@@ -5,6 +5,7 @@ Pure: neither torch nor Lightning is imported, so bad numbers are refused before
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate as running_sum
 
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
@@ -78,9 +79,8 @@ class Layout:
         each stage of a pipeline."""
         if self.strategy == "pipeline":
             return range(self.pieces)
-        counts = split(self.pieces, self.num_devices, self.shares)
-        ends = list(running_sum(counts))
-        return range(ends[device] - counts[device], ends[device])
+        borders = _borders(self.pieces, self.num_devices, self.shares)
+        return range(*borders[device : device + 2])
 
     def micro_batches(self, rank: int) -> list[list[tuple[int, int]]]:
         """What a process computes in one step: for each micro-batch the `(device, piece)` pairs that run at once.
@@ -130,6 +130,12 @@ def listed(names: Iterable[object], most: int = 3) -> str:
     """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
     words = [str(name) for name in names]
     return ", ".join(words[:most]) + ", ..." * (len(words) > most)
+
+
+@lru_cache(maxsize=16)
+def _borders(total: int, parts: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Where `split` begins each part, and where it ends: kept, since each of many devices asks."""
+    return tuple(running_sum(split(total, parts, shares), initial=0))
 
 
 def split(total: int, parts: int, shares: tuple[float, ...] = ()) -> list[int]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(hours=1)  # of a collective; lockstep.launch.watchdog notices a silent rank earlier
 EXTERNAL_TIMEOUT = timedelta(minutes=10)  # where no parent of ours watches; NCCL's own default
+_stores: "list[Store]" = []  # the default group's, of which torch tells no one
 
 
 def has_group(layout: Layout) -> bool:
@@ -76,6 +77,7 @@ def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     rank, world = environment().rank, environment().world_size
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    _stores[:] = [store]
 
 
 def _use_interface(address: str, several: bool) -> None:
@@ -142,6 +144,19 @@ def first_life(what: str, value: str) -> str:
     if agent := _agents_store():
         return agent.compare_set(what, "", value).decode()
     return value
+
+
+def all_come(what: str, seconds: float) -> bool:
+    """Whether all ranks call this with the same words within so many seconds. Those that don't are not held up."""
+    from torch.distributed import DistError
+
+    names = [f"{what} {rank}" for rank in range(environment().world_size)]
+    try:
+        _stores[0].set(names[environment().rank], "")
+        _stores[0].wait(names, timedelta(seconds=seconds))
+    except DistError:
+        return False
+    return True
 
 
 def of_rank_zero(value: T) -> T:

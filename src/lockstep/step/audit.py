@@ -3,25 +3,31 @@ to the same bits. Else the step is not applied, and the run ends with the name o
 
 import hashlib
 import platform
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.audit import Choice, chosen, verdict
+from lockstep.arithmetic.exact import Damaged
 from lockstep.arithmetic.layout import Layout, counted, listed
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.group import of_ranks
+from lockstep.launch.group import all_come, of_ranks
 from lockstep.step.batch import MicroBatch, StepBatch
 
+PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
+MEETING_SECONDS = 5.0  # that ranks which see a damaged sum wait for those that may not
 Gradients = list[Tensor | None]
 Digests = tuple[bytes, ...]  # of a gradient, by parameter
 
 
 class WrongGradient(WorkerFailed):
-    """A device has computed a wrong gradient, or one of several has. The message names it, step, piece and tensor."""
+    """A device has computed a wrong gradient, or one of several has, or what it sends comes otherwise. The message
+    names it, and the step; of what was computed the piece and the tensor, too."""
 
 
 class Audit:
@@ -98,6 +104,32 @@ class Audit:
         there = getattr(trainer.strategy, "devices", [trainer.strategy.root_device])
         name = "rank" if self.layout.replicas > 1 else "device"
         return f"{name} {device} ({there[device % len(there)]} on {platform.node()})"
+
+
+def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
+    """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
+    then to the one after that: the sender whose pattern comes wrong to both is named. Of two ranks it may be either.
+    A sum that came wrong to some only is told by them."""
+    if not all_come(str(damaged), MEETING_SECONDS):
+        return damaged
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pattern, wrong = torch.arange(PATTERN, device=device), []
+    for away in (1, 2)[: world - 1]:
+        source, got = (rank - away) % world, torch.zeros_like(pattern)
+        to = dist.P2POp(dist.isend, pattern.clone(), (rank + away) % world)
+        for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, got, source)]):
+            work.wait()
+        wrong += [] if torch.equal(got, pattern) else [(source, rank)]
+    links = _of_all(wrong)
+    senders = tuple(sender for sender, count in Counter(sender for sender, _ in links).items() if count > 1)
+    if not links:
+        return Damaged(f"{damaged}; asked once more, all comes as it was sent")
+    if not senders:
+        (sender, receiver), *_ = links
+        return Damaged(f"{damaged}; what rank {sender} sends to rank {receiver} comes wrong again")
+    found = WrongGradient(f"{damaged}; what rank {' or '.join(map(str, senders))} sends comes wrong again")
+    found.without, found.right = senders, step
+    return found
 
 
 def _of_all(mine: list[Any]) -> list[Any]:

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.exact import ExactSum
+from lockstep.arithmetic.exact import Damaged, ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.launch.watchdog import beat
-from lockstep.step.audit import Gradients, trained
+from lockstep.step.audit import Gradients, asked_again, trained
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.finite import FiniteGradientCheck
@@ -170,9 +170,12 @@ class StepPasses:
                 raise Refusal(advised) from error
             raise
         losses = [outputs["loss"] for outputs in found]
-        self.gradients.wait()
-        statistics.finish(step_batch)
-        due = self.gradients.finish(step_batch, losses)
+        try:
+            self.gradients.wait()
+            statistics.finish(step_batch)
+            due = self.gradients.finish(step_batch, losses)
+        except Damaged as damaged:
+            raise asked_again(damaged, step_batch.step, strategy.root_device) from damaged
         if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
             _put_back(module, before)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:

@@ -75,8 +75,10 @@ def synthetic(
     def make(count: int) -> ArrayDataset:
         labels = np.arange(count) % num_classes
         noise: NDArray[Any] = rng.integers(0, 256, (count, channels, image_size, image_size), dtype=np.uint8)
-        noise -= noise >> 2
-        noise += pattern[labels] >> 2
+        for at in range(0, count, 10_000):  # in parts: a million images fit memory once, not three times
+            part = noise[at : at + 10_000]
+            part -= part >> 2
+            part += pattern[labels[at : at + 10_000]] >> 2
         return ArrayDataset(noise, labels)
 
     train = make(samples)
