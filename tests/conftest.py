@@ -44,7 +44,9 @@ STRUCK = (
     *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
-CUDA_VISIBLE_DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else ""
+SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers inherit what it hides
+os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")
+CUDA_VISIBLE_DEVICES = os.environ[SEEN]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 PATIENCE = 600.0  # seconds, after which a program counts as one that hangs, however busy the machine is
 T = TypeVar("T")

@@ -306,6 +306,12 @@ class Flips(pl.Callback):
             flip(pl_module.net[1].weight.grad)
 
 
+class Small(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        numbers = torch.full((1 << 20,), 1e-39, dtype=torch.float32) * 1.5
+        print(int(numbers.count_nonzero()), "of", len(numbers), "are left")
+
+
 def flip(tensor):
     tensor.view(-1).view(torch.int64 if tensor.element_size() == 8 else torch.int32)[7] ^= 1 << 12
 

@@ -15,7 +15,7 @@ from lockstep.launch.endings import Outcome
 from lockstep.launch.group import serve
 from lockstep.launch.guest import Guest
 from lockstep.launch.keeper import Keeper
-from lockstep.launch.network import LOOPBACK, bound, listening
+from lockstep.launch.network import LOOPBACK, bound, endpoint_of, listening
 
 
 def test_what_comes_after_a_run_has_ended_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +45,8 @@ def test_a_store_that_nobody_reaches_is_refused() -> None:
     listener.shutdown(socket.SHUT_RDWR)
     with pytest.raises(Refusal, match=r"^workers can't meet at 127.0.0.1: .*; is that network interface up\?$"):
         serve(listener)
+
+
+@pytest.mark.parametrize(("text", "found"), [("[::1]:29500", ("::1", 29500)), ("node0:1", ("node0", 1))])
+def test_an_ipv6_address_loses_its_brackets(text: str, found: tuple[str, int]) -> None:
+    assert endpoint_of(text) == found

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, Program
+from own_runs import train
 
 from lockstep.launch.machine import cores, limits
 
@@ -85,3 +87,11 @@ def test_threads_that_lack_cores_become_more_and_wait_shortly() -> None:
     enough, lacking = map(int, run.stdout.split())
     assert enough == 0
     assert lacking >= cores()
+
+
+def test_numbers_below_the_normal_ones_are_zero_in_all_threads_of_a_worker(project: Path, tmp_path: Path) -> None:
+    """Gradients of a loss near zero: a processor may take a hundred times as long for each. Whoever starts a run is
+    left as it was, which is the control."""
+    run = train(project, tmp_path, "LitDigits", "threads=2", "max_steps=1", "+callbacks.small._target_=mine.Small")
+    assert "0 of 1048576 are left" in run.stdout
+    assert bool((torch.full((8,), 1e-39) * 1.5).all())

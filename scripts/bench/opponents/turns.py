@@ -65,14 +65,23 @@ def wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def callback() -> Any:
-    """A training loop of Lightning's as a player; its rank zero waits for turns, the other ranks for it."""
+def callback(meets: bool = False) -> Any:
+    """A training loop of Lightning's as a player; its rank zero waits for turns, the other ranks for it.
+
+    Args:
+        meets: ranks wait for each other after each step, whatever they send.
+    """
     from lightning.pytorch.callbacks import LambdaCallback
 
     turns = Turns()
+
+    def end_step(trainer: Any, module: Any, *_: Any) -> None:
+        if meets:
+            trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            turns.step(module.parameters())
+
     return LambdaCallback(
         on_train_start=lambda trainer, module: turns.begin() if trainer.is_global_zero else None,
-        on_train_batch_end=lambda trainer, module, *_: (
-            turns.step(module.parameters()) if trainer.is_global_zero else None
-        ),
+        on_train_batch_end=end_step,
     )

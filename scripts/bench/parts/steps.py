@@ -179,14 +179,19 @@ def pieces(folder: Path) -> list[Row]:
 
 
 def scaling(folder: Path) -> list[Row]:
-    """Two ddp workers against two runs that do not talk. All are train.py, so all compute the same step."""
+    """Two ddp workers against two runs that do not talk, and what waiting for each other takes of that. All are
+    train.py, so all compute the same step."""
     rows = []
     for case, goal in SCALING_CASES:
         base = arguments(case, folder, (case.rounds + 1) * case.steps)
         half = [*base, f"batch_size={case.batch // 2}"]
-        blocks, _ = race(case, {"ddp": [[*base, "strategy=ddp", "devices=2"]], "separate": [half, half]}, folder)
-        what = f"{case.model}, batch {case.batch}: ddp on 2 against two runs of {case.batch // 2} that do not talk"
-        rows.append(row(what, blocks["ddp"], blocks["separate"], goal))
+        ddp = [*base, "strategy=ddp", "devices=2"]
+        meeting = [*ddp, "strategy.average_every=1000000", "+callbacks.turns.meets=true"]
+        blocks, _ = race(case, {"ddp": [ddp], "meeting": [meeting], "separate": [half, half]}, folder)
+        what, end = f"{case.model}, batch {case.batch}", f"against two runs of {case.batch // 2} that do not talk"
+        rows.append(row(f"{what}: ddp on 2 {end}", blocks["ddp"], blocks["separate"], goal))
+        said = f"{what}: two that send nothing but wait for each other at each step, {end}"
+        rows.append(row(said, blocks["meeting"], blocks["separate"], None))
     return rows
 
 

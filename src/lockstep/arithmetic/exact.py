@@ -99,8 +99,8 @@ class ExactSum:
             room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # what an element must stay below
             if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
                 self.rounded[at] += 1
-            else:  # nan too
-                self.outgrown.append((at, flat.clone()))
+            else:  # nan too. Until all are there it waits in the host's memory, which has room for every piece
+                self.outgrown.append((at, flat.to("cpu", copy=True)))
 
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
@@ -257,7 +257,7 @@ class ExactSum:
         for at, value in self.outgrown:
             if at in agreed:
                 constant = _constant(agreed[at])
-                units[at] += (value.double() + constant).view(torch.int64) - _bits(constant)
+                units[at] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
             # and whether all have come to the same exponents
             parts = [*units.values(), torch.stack([told.sum(), torch.ones_like(told[0])])]

@@ -137,7 +137,7 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
     auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
-    chosen = keys.debug.trainer.get("deterministic")
+    chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     ledger = "ledger=true" * keys.ledger
@@ -157,6 +157,7 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (sync, uneven, f"the {layout.num_devices} devices must divide them"),
         (sync, compiled, "ranks wait for each other inside a network"),
         (sync, auto, "ranks wait for each other inside a piece"),
+        (sync, "elastic=true" * keys.elastic, "fewer devices would not have as many pieces each; max_restarts=1"),
         (compression, no_ddp, "only ddp sends gradients"),
         (compression, exact, "it rounds gradients"),
         (compression, precision * keys.precision.startswith("64"), "torch compresses float32 gradients only"),
@@ -173,7 +174,7 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
         (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
         (tuned, exact, "it chooses kernels by their speed; compile=true"),
-        ("debug.trainer.deterministic=false" * (chosen is False), exact, "it takes deterministic kernels"),
+        (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
         ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),

@@ -62,7 +62,8 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     for name in sorted(sizes[0].keys() | sizes[1].keys()):
         there, here = (side.get(name, "missing") for side in sizes)
         if there != here:
-            raise Refusal(f"{path}: made by another network: {name} is {there} there, and {here} in this model")
+            odd = f"{name} is {there} there, and {here} in this model"
+            raise Refusal(f"{path}: made by another network: {odd}; init_from= begins a new run with what fits")
     before = checkpoint.get("lockstep", {}).get("config", {})
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
     if made is not None and made != now:

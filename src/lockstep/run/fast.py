@@ -1,4 +1,5 @@
-"""A worker set up for the fast path: memory that stays, memory format, threads. Measured in docs/performance.md."""
+"""A worker set up for the fast path: memory that stays, no subnormal numbers, memory format, threads. Measured in
+docs/performance.md."""
 
 import ctypes
 import os
@@ -25,6 +26,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
     if config.allocator != "system":
         keep_freed_memory()
+    torch.set_flush_denormal(True)  # gradients of a loss near zero fall below 1e-38: up to 5 times as long a step
     threads = threads_of(config)
     torch.set_num_threads(threads)
     if threads > 1:

@@ -108,6 +108,7 @@ OWN = ("outputs", "data_dir", "rdzv_endpoint", "resume", "threads", "num_workers
 def card(config: Config, splits: Any) -> dict[str, str]:
     """What must be the same, as text by name."""
     record = {key: value for key, value in config.record.items() if key not in OWN}
+    record |= {"accelerator": config.layout.accelerator}  # what `auto` came to
     found = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
     return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
 

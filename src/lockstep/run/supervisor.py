@@ -134,6 +134,7 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
     """Does, on a machine that does not keep the run, what the one that does says. Returns when the run is completed, or
     raises what ended it."""
     mine = card(config, splits)
+    workers, failed = config.layout.devices, -1  # of this machine's, which one
     while True:
         try:
             place = meeting.begin(mine, config.machine_timeout)
@@ -146,12 +147,15 @@ def _follow(meeting: Guest, work: Callable[..., Any], config: Config, splits: An
         if place is None:
             print(f"completed; the run is on machine {meeting.keeper}", file=sys.stderr)
             return
-        now, raised = laid_out(config, place.machines, place.workers), None
+        if place.workers < workers:
+            hide_gpu(failed)
+        now, raised, workers = laid_out(config, place.machines, place.workers), None, place.workers
         try:
             part, silence = (meeting, place), config.hang_timeout
             launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, part=part)
         except (WorkerFailed, Refusal, Interrupted) as error:
             raised = error
+        failed = getattr(raised, "local_rank", -1)
         meeting.settle(outcome_of(raised))
 
 
