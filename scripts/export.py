@@ -25,7 +25,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.loading import Spec
 from lockstep.run import cli
 from lockstep.run.checks import checker
-from lockstep.run.evaluation import find_checkpoint
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
 TOLERANCE = 1e-5  # of a probability
@@ -66,7 +65,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     for key, value in fixed.items():
         if key in raw:
             raise Refusal(f"{key}: an export computes with {key}={value}; leave it out")
-    config, spec = config_and_spec(find_checkpoint(raw), {**raw, **fixed})
+    config, spec = config_and_spec({**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
     if changes(module, spec):
         raise Refusal(

@@ -11,7 +11,6 @@ from lockstep.run.checks import whole
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
     """One prediction: find the checkpoint and the images, launch the workers, which write predictions.csv."""
-    from lockstep.run.evaluation import find_checkpoint
     from lockstep.run.opening import as_evaluated
     from lockstep.run.prediction import as_splits, config_and_spec
     from lockstep.run.prediction import predict as work
@@ -19,7 +18,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     from project.data import ImageFiles
 
     images, top_k = raw.pop("images"), raw.pop("top_k")
-    config, spec = config_and_spec(find_checkpoint(raw), raw)
+    config, spec = config_and_spec(raw)
     if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
         raise Refusal(f"top_k={top_k}: the model knows {spec.num_classes} classes")
     files = ImageFiles(images, spec.image_size, spec.channels)

@@ -49,10 +49,15 @@ class Site:
         )
 
     def start(
-        self, index: int, *options: str, launcher: tuple[str, ...] = (), env: dict[str, str] | None = None
+        self,
+        index: int,
+        *options: str,
+        launcher: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        script: str = "train.py",
     ) -> Process:
         home = self.homes[index]
-        command, environment = [str(home / "src" / "train.py"), *options], {**os.environ, **(env or {})}
+        command, environment = [str(home / "src" / script), *options], {**os.environ, **(env or {})}
         if launcher[:1] != ("-u",):
             return forks.Fork([*launcher, *command], home, environment, self.servers[index])
         pipe = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

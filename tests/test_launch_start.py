@@ -35,30 +35,8 @@ def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_
     assert "COLLECTS True True\n" in done.stdout
     imported = set(next(line for line in done.stdout.splitlines() if line.startswith("IMPORTED")).split())
     assert {"torch", "lightning", "torchmetrics", "lockstep.run.training"} <= imported  # the control
-    needless = {"sklearn", "pandas", "optuna", "onnx", "onnxruntime", "scipy.signal"}
+    needless = {"sklearn", "pandas", "optuna", "onnx", "onnxruntime"}
     assert not imported & needless, imported & needless
-
-
-def test_scipy_signal_is_whole_for_whoever_wants_it() -> None:
-    """For what imports it together with torchmetrics, and later."""
-    program = """
-import sys
-from lockstep.launch.interpreter import import_torchmetrics
-
-class Finder:
-    def find_spec(self, name, *args):
-        if name == "torchmetrics":
-            from scipy.signal import find_peaks
-
-sys.meta_path.insert(0, Finder())
-import_torchmetrics()
-print("scipy.signal" in sys.modules, "torchmetrics" in sys.modules)
-import scipy.signal
-from scipy.signal import windows
-print(len(windows.hann(8)), scipy.signal.find_peaks([0, 1, 0])[0])
-"""
-    done = python(program)
-    assert done.stdout == "True True\n8 [1]\n", done.stderr
 
 
 def test_leaving_loses_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from conftest import Program, Run, listening, summary_of, workers_of
+from PIL import Image
 from several import JOB, Site, stop
 
 pytestmark = pytest.mark.slow
@@ -43,6 +44,33 @@ def test_a_sweep_of_two_machines_of_two_devices_goes_on_on_three_of_one(
     on_one = summary_of(run_train.outputs / "copy")
     assert summary_of(carried)["weights_sha256"] == on_one["weights_sha256"] != two
     assert not [file for index in (0, 2) for file in site.homes[index].glob("outputs/[cs]*/**/*.ckpt")]
+
+
+@pytest.mark.parametrize("script", ["evaluate.py", "predict.py"])
+def test_a_checkpoint_of_one_machine_is_tested_and_predicted_with_on_two(
+    site: Site, one_device: Run, script: str
+) -> None:
+    """Only the machine that keeps the run has the checkpoint: the other one sees nothing of its files."""
+    checkpoint = site.homes[0] / "carried.ckpt"
+    shutil.copy(one_device.folder / "checkpoints" / "best.ckpt", checkpoint)
+    told, name = [f"checkpoint={checkpoint}"], script.removesuffix(".py")
+    for index in range(2):
+        (site.homes[index] / "images").mkdir(exist_ok=True)
+        for number in range(5):
+            shade = Image.new("L", (12, 12), 50 * number)
+            shade.save(site.homes[index] / "images" / f"{number}.png")
+    if script == "predict.py":
+        told.append("images=images")
+    met = ("num_nodes=2", f"rdzv_endpoint={site.names[0]}:29507", "strategy=ddp", f"name={name}_two")
+    runs = site.finish_all([site.start(index, *told, *met, script=script) for index in range(2)])
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    (two,) = runs[0].outputs.glob(f"{name}_two/*")
+    alone = site.finish(0, site.start(0, *told, f"name={name}_one", script=script))
+    (one,) = alone.outputs.glob(f"{name}_one/*")
+    if script == "evaluate.py":
+        assert summary_of(two)["metrics"]["test/correct"] == summary_of(one)["metrics"]["test/correct"] > 0
+    else:
+        assert (two / "predictions.csv").read_text() == (one / "predictions.csv").read_text()
 
 
 def test_torchrun_and_slurm(site: Site, one_device: Run) -> None:

@@ -1,9 +1,8 @@
-"""What a Python process does beside the work, and need not: collect garbage among what it imports, import what nobody
-uses, and take itself apart at its end.
+"""What a Python process does beside the work, and need not: collect garbage among what it imports, and take itself
+apart at its end.
 
 Measured on a run of one step, in seconds of processor time, on a busy machine: 7.1 as Python does it, 6.6 without
-collecting while torch and Lightning are imported, 4.2 when the process then ends without being taken apart; and 0.8
-less without scipy.signal.
+collecting while torch and Lightning are imported, 4.2 when the process then ends without being taken apart.
 """
 
 import gc
@@ -11,10 +10,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep.launch.environment import external_workers
 from lockstep.launch.group import leave_group
@@ -24,29 +20,6 @@ def import_quickly() -> None:
     """Switches the collector off, until `imported`. For a process that is the command's own."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn of each guest that has no name here
     gc.disable()
-
-
-def import_torchmetrics() -> None:
-    """Imports torchmetrics, as Lightning does, without scipy.signal. It imports that to give it a `hamming`, for the
-    sake of an audio package, where it has none; so for this moment there is a module that has this one name. Whoever
-    asks it for another meanwhile gets the real one's, and it is gone afterwards."""
-    name = "scipy.signal"
-    if {name, "torchmetrics"} & sys.modules.keys() or find_spec("scipy") is None:
-        return
-    module = ModuleType(name)
-
-    def real(attribute: str) -> Any:
-        if attribute.startswith("__"):  # whoever looks through all modules (inspect does) wants nothing of this one
-            raise AttributeError(attribute)
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-        return getattr(import_module(name), attribute)
-
-    vars(module).update(hamming=None, __getattr__=real)
-    sys.modules[name] = module
-    import_module("torchmetrics")
-    if sys.modules.get(name) is module:
-        del sys.modules[name]
 
 
 def imported() -> None:

@@ -43,7 +43,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         raise Refusal(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
-        path = decide("checkpoint", lambda: str(resume.newest("checkpoint", outputs)))
+        path = str(resume.newest("checkpoint", outputs))
     found = Path(path).expanduser()
     if not found.is_dir():
         return found
@@ -62,6 +62,18 @@ def record_of(path: Path) -> dict[str, Any]:
     if not isinstance(recorded, dict) or not {"config", "spec"} <= recorded.keys():
         raise CheckpointError(f"{path}: it has no Lockstep config inside, so there is no telling which model it is")
     return recorded
+
+
+def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint that `checkpoint` means, and what is recorded in it, where the run is kept: other machines, or
+    ranks, need no such file. Raises as `find_checkpoint` and `record_of`."""
+
+    def found() -> list[Any]:
+        path = find_checkpoint(raw)
+        return [str(path), record_of(path)]
+
+    path, record = decide("checkpoint", found, raw["num_nodes"], raw["rdzv_endpoint"])
+    return Path(path), record
 
 
 def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> Config:

@@ -20,7 +20,7 @@ from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.config import Config
-from lockstep.run.evaluation import config_of, record_of, some, spec_of, weights_must_fit
+from lockstep.run.evaluation import config_of, recorded, some, spec_of, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
 from lockstep.step.passes import overrides
@@ -29,9 +29,9 @@ LOG = logging.getLogger("lockstep")
 FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one of them
 
 
-def config_and_spec(path: Path, raw: Mapping[str, Any]) -> tuple[Config, Spec]:
-    """The config of a prediction, and what the checkpoint's images were; raises as `record_of` and `config_of`."""
-    record = record_of(path)
+def config_and_spec(raw: Mapping[str, Any]) -> tuple[Config, Spec]:
+    """The config of a prediction, and what the checkpoint's images were; raises as `recorded` and `config_of`."""
+    path, record = recorded(raw)
     return config_of(path, record, raw), spec_of(path, record)
 
 
@@ -49,7 +49,7 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     """
     module = make_module(config, splits)
     with weights_must_fit(config):
-        module.load_state_dict(checkpoint_io.load(str(config.checkpoint))["state_dict"])
+        module.load_state_dict(checkpoint_io.load_together(str(config.checkpoint))["state_dict"])
     return module.eval()
 
 

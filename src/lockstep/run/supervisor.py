@@ -13,7 +13,6 @@ from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed, outcome_of
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.guest import Guest, KeeperLost
-from lockstep.launch.interpreter import import_torchmetrics
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.meeting import meet, meeting_of
@@ -29,7 +28,6 @@ from lockstep.run.summary import conclude, progress, summarise, summary_of
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
     config = check(raw, given=given())
-    import_torchmetrics()
 
     from lockstep.callbacks import checkpoint_io
     from lockstep.run import weights
