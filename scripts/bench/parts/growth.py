@@ -44,7 +44,7 @@ class Taken:
     memory: float
 
 
-def growth(rounds: int = 3) -> list[Row]:
+def growth(rounds: int = 2) -> list[Row]:
     """Runs all axes, draws them, and returns what grew."""
     found: dict[str, dict[int, list[Taken]]] = {}
     for axis, (numbers, asked) in AXES.items():

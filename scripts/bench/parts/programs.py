@@ -94,7 +94,7 @@ def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
                 listed = Path(f"/proc/{own}/task/{own}/children").read_text().split()
                 peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in (listed if workers else [own]))])
                 total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, own}))
-            time.sleep(0.02)
+            time.sleep(0.2)  # to count a process's shared pages holds it up
     if process.returncode:
         raise RuntimeError(f"{command[0]}: exit code {process.returncode}")
     return peak, total

@@ -72,7 +72,8 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         path = find_checkpoint(raw)
         return [str(path), record_of(path)]
 
-    path, record = decide("checkpoint", found, raw["num_nodes"], raw["rdzv_endpoint"])
+    asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
+    path, record = decide(asked, found, raw["num_nodes"], raw["rdzv_endpoint"])
     return Path(path), record
 
 
