@@ -308,8 +308,9 @@ class Flips(pl.Callback):
 
 class Small(pl.Callback):
     def on_train_start(self, trainer, pl_module):
-        numbers = torch.full((1 << 20,), 1e-39, dtype=torch.float32) * 1.5
-        print(int(numbers.count_nonzero()), "of", len(numbers), "are left")
+        bits = torch.full((1 << 20,), 1 << 21, dtype=torch.int32)  # of about 3e-39
+        left = (bits.view(torch.float32) * 1.5).view(torch.int32).count_nonzero()
+        print(int(left), "of", len(bits), "are left")
 
 
 def flip(tensor):

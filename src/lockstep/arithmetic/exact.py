@@ -99,7 +99,7 @@ class ExactSum:
             room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # what an element must stay below
             if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
                 self.rounded[at] += 1
-            else:  # nan too. Until all are there it waits in the host's memory, which has room for every piece
+            else:  # nan too. Until all are there it waits in the host's memory, which is larger
                 self.outgrown.append((at, flat.to("cpu", copy=True)))
 
     def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:

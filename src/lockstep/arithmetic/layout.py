@@ -80,7 +80,7 @@ class Layout:
         if self.strategy == "pipeline":
             return range(self.pieces)
         borders = _borders(self.pieces, self.num_devices, self.shares)
-        return range(*borders[device : device + 2])
+        return range(borders[device], borders[device + 1])
 
     def micro_batches(self, rank: int) -> list[list[tuple[int, int]]]:
         """What a process computes in one step: for each micro-batch the `(device, piece)` pairs that run at once.

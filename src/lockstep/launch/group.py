@@ -150,6 +150,8 @@ def all_come(what: str, seconds: float) -> bool:
     """Whether all ranks call this with the same words within so many seconds. Those that don't are not held up."""
     from torch.distributed import DistError
 
+    if not _stores:  # the group was there before us
+        return False
     names = [f"{what} {rank}" for rank in range(environment().world_size)]
     try:
         _stores[0].set(names[environment().rank], "")

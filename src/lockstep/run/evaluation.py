@@ -1,5 +1,6 @@
 """Tests a checkpoint on any layout, as a run of its own."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +71,12 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
 
     def found() -> list[Any]:
         path = find_checkpoint(raw)
-        return [str(path), record_of(path)]
+        record = {name: record_of(path)[name] for name in ("config", "spec")}
+        try:
+            json.dumps(record)  # as other machines get it
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: the Lockstep config inside it can't be read ({error})") from None
+        return [str(path), record]
 
     asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
     path, record = decide(asked, found, raw["num_nodes"], raw["rdzv_endpoint"])

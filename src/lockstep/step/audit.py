@@ -17,6 +17,7 @@ from lockstep.arithmetic.layout import Layout, counted, listed
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.group import all_come, of_ranks
+from lockstep.launch.watchdog import patient
 from lockstep.step.batch import MicroBatch, StepBatch
 
 PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
@@ -26,7 +27,7 @@ Digests = tuple[bytes, ...]  # of a gradient, by parameter
 
 
 class WrongGradient(WorkerFailed):
-    """A device has computed a wrong gradient, or one of several has, or what it sends comes otherwise. The message
+    """A device has computed a wrong gradient, or sends or gets wrong messages; or one of several does. The message
     names it, and the step; of what was computed the piece and the tensor, too."""
 
 
@@ -108,10 +109,11 @@ class Audit:
 
 def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
     """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
-    then to the one after that: the sender whose pattern comes wrong to both is named. Of two ranks it may be either.
-    A sum that came wrong to some only is told by them."""
-    if not all_come(str(damaged), MEETING_SECONDS):
-        return damaged
+    then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
+    that came wrong to some only is told by them."""
+    with patient():
+        if not all_come(f"a damaged sum in step {step}", MEETING_SECONDS):
+            return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
     for away in (1, 2)[: world - 1]:
@@ -121,14 +123,14 @@ def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
             work.wait()
         wrong += [] if torch.equal(got, pattern) else [(source, rank)]
     links = _of_all(wrong)
-    senders = tuple(sender for sender, count in Counter(sender for sender, _ in links).items() if count > 1)
-    if not links:
-        return Damaged(f"{damaged}; asked once more, all comes as it was sent")
-    if not senders:
-        (sender, receiver), *_ = links
-        return Damaged(f"{damaged}; what rank {sender} sends to rank {receiver} comes wrong again")
-    found = WrongGradient(f"{damaged}; what rank {' or '.join(map(str, senders))} sends comes wrong again")
-    found.without, found.right = senders, step
+    odd = tuple(end for end, count in Counter(end for link in links for end in link).items() if count > 1)
+    told = "asked once more, all comes as it was sent"
+    if odd:
+        told = f"what rank {' or '.join(map(str, odd))} sends or gets comes wrong again"
+    elif links:
+        told = "what rank {} sends to rank {} comes wrong again".format(*links[0])
+    found = WrongGradient(f"{damaged}; {told}")
+    found.without, found.right = odd or (links[0] if links else tuple(range(world))), step
     return found
 
 

@@ -175,7 +175,7 @@ class StepPasses:
             statistics.finish(step_batch)
             due = self.gradients.finish(step_batch, losses)
         except Damaged as damaged:
-            raise asked_again(damaged, step_batch.step, strategy.root_device) from damaged
+            raise asked_again(damaged, step_batch.step, strategy.root_device) from None
         if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
             _put_back(module, before)
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
