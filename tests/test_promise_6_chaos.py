@@ -42,11 +42,12 @@ def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
 
 
 def test_bits_that_flip_in_silence_are_seen() -> None:
-    """A device that computes wrong from some step on, by the audit; a checkpoint, by verify.py."""
-    done = forked(CHAOS, "--silent", "--faults=2", "--seed=135")
+    """A device that computes or sends wrong from some step on, by the audit and by sums; a checkpoint, by verify.py."""
+    done = forked(CHAOS, "--silent", "--faults=3", "--seed=16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 faults" in done.stdout
+    assert "3 faults" in done.stdout
     assert "computed a wrong gradient" in done.stdout
+    assert "sends or gets comes wrong again" in done.stdout
     assert "is not what its ledger says" in done.stdout
 
 

@@ -28,7 +28,7 @@ CLEAN = {  # layouts on which nothing strikes
 }
 SEEN = {  # by what, and what that says, with whom it names
     "audit": r"rank (\d+) \([^)]*\) computed a wrong gradient",
-    "sums": r"what rank (\d+) sends comes wrong|rank (\d+) failed: Damaged",
+    "sums": r"rank (\d+) failed: Damaged|are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
     "verify.py": r"is not what its ledger says",
@@ -96,7 +96,7 @@ class Silent(Campaign):
             if match := re.search(words, said):
                 by, steps = seen, int(re.findall(r"\bstep (\d+)", said)[0]) - at["step"]
                 named = [number for number in match.groups() if number]
-                if named and (place != "sent" or how == "lasting"):  # who sent another sum once, nobody can tell
+                if named:  # who sent another sum once, nobody can tell
                     right = int(named[0]) == at["rank"]
         where = f"rank {at['rank']}, step {at['step']}, {fault['bits']} bits of {at['name']}"
         self.tell(self.struck[-1], where, said or by)
