@@ -53,10 +53,8 @@ def join(rank: int) -> None:
     """Called by a worker when it starts: from now on its silence is noticed."""
     global _beats
     if folder := environment().scratch:
-        beats = np.asarray(
-            np.memmap(f"{folder}/beats", dtype=np.float64, mode="r+")
-        )  # faster to write to than np.memmap
-        _beats = beats.reshape(-1, 4)[rank]
+        mapped = np.memmap(f"{folder}/beats", dtype=np.float64, mode="r+")
+        _beats = np.asarray(mapped).reshape(-1, 4)[rank]  # faster to write to than np.memmap
         beat(0)
 
 

@@ -156,10 +156,8 @@ class StepPasses:
                     audit.note(micro_batch, strategy.piece_gradients(trained(module)))
                 self.gradients.collect()
                 found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
-                if (
-                    self.graphs and number == 0 and len(step_batch.micro_batches) > 1
-                ):  # `grad` is the graph's own memory
-                    for parameter in module.parameters():
+                if self.graphs and number == 0 and len(step_batch.micro_batches) > 1:
+                    for parameter in module.parameters():  # whose `grad` is the graph's own memory
                         parameter.grad = None if parameter.grad is None else parameter.grad.clone()
             while waiting:
                 follow()
