@@ -117,7 +117,8 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
     run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")
     run += ("data.image_size=33", "batch_size=30", "pieces=3", "exact=true", "lr=0.01", "logger=none")
-    jobs = Program(tmp_path / "layouts")(*run, "strategy=ddp,dp", "devices=1,3", "-m").jobs
+    jobs = Program(tmp_path / "layouts")(*run, "strategy=dp,ddp", "devices=3", "-m").jobs
+    jobs += [Program(tmp_path / "alone")(*run).folder]
     (sha,) = {summary_of(job)["weights_sha256"] for job in jobs}
     assert summary_of(jobs[0])["name"] == "test_efficientnet_synthetic"
     other = Program(tmp_path / "other")(*run, "seed=1")

@@ -22,14 +22,14 @@ def strike(program: Program, process: Process, rank: int, signum: int, workers: 
 
 def test_restarts_in_a_row_after_silence_and_kills(run_train: Program, undisturbed: Run) -> None:
     exact = ("exact=true", "pieces=4", "strategy=ddp", "devices=2")
-    process = run_train.start(*JOB, *exact, "max_restarts=4", "checkpoint_every=1", "hang_timeout=6")
+    process = run_train.start(*JOB, *exact, "max_restarts=3", "checkpoint_every=1", "hang_timeout=6")
     strike(run_train, process, 1, signal.SIGSTOP, workers=2)
-    for rank in (0, 1, 0):
+    for rank in (0, 1):
         strike(run_train, process, rank, signal.SIGKILL, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
     assert "rank 1 was silent for 6 s in step" in run.stderr
-    assert run.summary["restarts"] == 4
+    assert run.summary["restarts"] == 3
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
 
 
@@ -39,7 +39,7 @@ plain = os.fsync
 
 def fsync(file):
     if os.readlink(f"/proc/self/fd/{file}").endswith((".provenance.json.tmp", ".last.ckpt.tmp", ".summary.json.tmp")):
-        time.sleep(5)
+        time.sleep(4)
     plain(file)
 
 os.fsync = fsync

@@ -68,6 +68,7 @@ REFUSED: list[tuple[str, str]] = [
         "model=resnet18 model.nrom=1",
         "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem$",
     ),
+    ("debug.one_batch=true", "debug.one_batch: there is no such key; debug=<name> brings some: batch, overfit"),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
     ("devices=0", "devices=0: must be greater than or equal to 1"),
     ("devices=64", "devices=64.*8 workers at most"),

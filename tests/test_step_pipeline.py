@@ -75,6 +75,16 @@ def test_it_goes_on_where_another_layout_stopped(tmp_path: Path) -> None:
     assert metrics[0]["test/count"] == 17
 
 
+def test_a_network_that_gives_nan_is_cut_too(tmp_path: Path) -> None:
+    """Before a run it is asked whether its parts give what it does: both give nan."""
+    lost = Program(tmp_path / "lost")(*TASK, "callbacks=default", "lr=1e30", "nonfinite=skip", "max_steps=6")
+    assert lost.summary["metrics"]["test/loss"] is None
+    test = Program(tmp_path / "tested", "src/evaluate.py")
+    there = test(f"checkpoint={lost.folder}", "strategy=auto,pipeline", "devices=2", "pieces=8", "-m").jobs
+    counts = [summary_of(folder)["metrics"]["test/correct"] for folder in there]
+    assert counts == [lost.summary["metrics"]["test/correct"]] * 2
+
+
 def test_asked_to_end_it_saves_and_goes_on(project: Path, tmp_path: Path) -> None:
     task = ("checkpoint_every=5", "max_epochs=12")
     whole = train(project, tmp_path / "whole", "Cut", *task)

@@ -131,6 +131,9 @@ def no_key(key: str, error: Any) -> str:
     """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
     if error is None:  # a group of which the front page chooses nothing
         return f"{key}: there is no such key; +{key}=<name> adds it"
+    group = key.partition(".")[0]
+    if error.full_key == group and (names := options(group)):
+        return f"{key}: there is no such key; {group}=<name> brings some: {', '.join(names)}"
     beside = {str(name) for name in error.parent_node or ()} - {"_target_"}
     return f"{key}: there is no such key; {unknown(key.rpartition('.')[2], beside)}"
 
