@@ -58,9 +58,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     form = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
     if missing:
-        raise Refusal(
-            f"format=onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}; format=torch does not"
-        )
+        raise Refusal(f"format=onnx needs {' and '.join(missing)}: pip install -e .[export]; format=torch does not")
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
     for key, value in fixed.items():
         if key in raw:

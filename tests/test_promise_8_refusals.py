@@ -103,6 +103,7 @@ REFUSED: list[tuple[str, str]] = [
     ("exact=true precision=bf16-true", "precision=bf16-true and exact=true .*64-true, 32-true, bf16-mixed"),
     ("name=../elsewhere", "name=../elsewhere.*letter or digit"),
     ("strategy=ddp devices=2 strategy.shares=[1,2,3]", "strategy.shares=.*must be 2 numbers"),
+    ("strategy=ddp devices=2 strategy.shares=[7,3]", "strategy.shares=.7.0, 3.0.: 2 pieces can't be .*; pieces=4$"),
     ("strategy=ddp devices=2 strategy.shares=auto", "strategy.shares=auto: must be a valid tuple"),
     ("strategy=ddp strategy.compression=zip", "strategy.compression=zip: must be 'none', 'bf16', .* or 'powersgd'"),
     ("audit=0.5", "audit=0.5 and exact=false .*; exact=true"),
@@ -314,7 +315,9 @@ LATE = [
     ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "optimizer: Invalid beta parameter at index 0: 2"),
     ("model.freeze=null", "model.freeze=null: must be an instance of Sequence"),
     ("callbacks=early_stopping callbacks.early_stopping.mode=up", "callbacks.early_stopping: `mode` can be min, max, "),
+    ("callbacks=early_stopping callbacks.early_stopping.patience=[3]", ".patience=.3.: must be a valid integer"),
     ("callbacks.console.line_seconds=x", "callbacks.console.line_seconds=x: must be a valid number"),
+    ("+callbacks.console.every_epochs=0", "callbacks.console.every_epochs=0: must be at least 1"),
     ("+debug.trainer.limit_val_batches=-1", "debug.trainer: You have passed invalid value -1"),
 ]
 
@@ -345,6 +348,13 @@ def must_be_refused(run: Run, says: str) -> None:
     assert run.stdout == ""
     assert re.fullmatch(f"error: .*{says}.*\n", run.stderr), run.stderr
     assert run.folders == []
+
+
+def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\n_target_ project.models.MnistCNN\n")
+    said = refused(f"hydra.searchpath=[file://{tmp_path}]", "model=mine")
+    assert said == f"{tmp_path}/model/mine.yaml:3: no YAML: could not find expected ':'"
 
 
 def test_what_only_the_first_step_can_refuse_leaves_nothing_either(run_train: Program) -> None:

@@ -239,6 +239,11 @@ class Leaves(Net):
         return None
 
 
+class Many(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).expand(4)
+
+
 class Forgets(Net):
     def optimizer_step(self, *args: Any) -> None:
         pass
@@ -246,7 +251,11 @@ class Forgets(Net):
 
 @pytest.mark.parametrize(
     ("net", "said"),
-    [(Leaves, "training_step returned NoneType: a piece"), (Forgets, "optimizer_step of Forgets did not call")],
+    [
+        (Leaves, "training_step returned NoneType: a piece"),
+        (Many, r"training_step returned a loss of shape \[4\]: it must be one number"),
+        (Forgets, "optimizer_step of Forgets did not call"),
+    ],
 )
 def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
     with pytest.raises(Refusal, match=said):

@@ -62,7 +62,12 @@ class Layout:
         pipeline, for each stage."""
         if self.strategy == "pipeline":
             return -(-self.pieces // self.num_devices)
-        return max(len(self.owned(device)) for device in range(self.num_devices))
+        return max(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Pieces of each device, in rank order."""
+        return [len(self.owned(device)) for device in range(self.num_devices)]
 
     @property
     def piece_size(self) -> int:
@@ -110,8 +115,7 @@ class Layout:
         """One line for people: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
-        counts = [len(self.owned(device)) for device in range(self.num_devices)]
-        each = f"{counts[0]} each" if len(set(counts)) == 1 else " + ".join(map(str, counts))
+        each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
         where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
         if self.strategy == "pipeline":
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)

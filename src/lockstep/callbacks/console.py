@@ -37,6 +37,8 @@ class Console(Callback):
     def __init__(
         self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0, every_epochs: int = 1
     ) -> None:
+        if every_epochs < 1:
+            raise ValueError(f"every_epochs={every_epochs}: must be at least 1")
         self._wants_bar = sys.stderr.isatty() if bar is None else bar
         self._pause = refresh_seconds if self._wants_bar else line_seconds
         self._every_epochs = every_epochs

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
@@ -33,7 +34,7 @@ from lockstep.run.config import check_nodes
 from lockstep.run.summary import conclude, summary_of
 
 Job = Callable[[dict[str, Any], Path], Any]
-BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, OSError)
+BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
 BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json"}
@@ -144,6 +145,8 @@ def _message(error: BaseException) -> str:
         return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
         return arguments.no_key(match[1], error.__cause__)
+    if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
+        return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be given: {error.full_key}=..."
     if isinstance(error, OSError) and error.filename:

@@ -5,11 +5,11 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lockstep.arithmetic import layout as layouts
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
 from lockstep.launch.network import endpoint_of
@@ -71,7 +71,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         shares=keys.strategy.shares or (),
         even=trains,
     )
-    _check_pairs(keys, layout)
+    _check_pairs(keys, layout, trains)
     for group in ("model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
@@ -121,7 +121,7 @@ def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> Non
         endpoint_of(str(rdzv_endpoint))
 
 
-def _check_pairs(keys: Keys, layout: Layout) -> None:
+def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
     exact = "exact=true" * keys.exact
     audit = f"audit={keys.audit:g}" * (keys.audit > 0)
@@ -204,5 +204,14 @@ def _check_pairs(keys: Keys, layout: Layout) -> None:
     shares = keys.strategy.shares
     if shares is not None and len(shares) != layout.num_devices:
         raise Refusal(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
+    if trains and not auto and _in_vain(layout):
+        finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
+        same = f"{counted(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
+        raise Refusal(f"strategy.shares={list(layout.shares)}: {same}")
     if compiled and (reason := lacking(layout.accelerator)):
         raise Refusal(f"{compiled} needs {reason}")
+
+
+def _in_vain(layout: Layout) -> bool:
+    """Whether devices that differ in their shares get what they would without."""
+    return len(set(layout.shares)) > 1 and layout.counts == replace(layout, shares=()).counts

@@ -18,6 +18,7 @@ from lockstep.run.targets import check_target
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
 OF_HYDRA = {"_target_", "_partial_"}
+HOLD = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations can be relied on
 
 
 def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
@@ -40,7 +41,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
         made = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
         raise Refusal(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
-    if target.__module__.startswith("lockstep."):  # whose annotations hold
+    if target.__module__.startswith(HOLD):
         _must_be_of_its_type(key, target, made)
     takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
@@ -57,7 +58,9 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
         raise Refusal(f"{key}.{error}" if option in given else f"{key}: {error}") from error
     except TypeError as error:
         _must_be_of_its_type(key, make.func, given)
-        shown = ", ".join(f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | None))
+        shown = ", ".join(
+            f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | dict | None)
+        )
         raise Refusal(f"{key}: {name}({shown}): {error}") from error
 
 

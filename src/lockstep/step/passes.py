@@ -261,6 +261,8 @@ def _numbers(output: Any) -> tuple[Tensor, Outputs]:
         said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
         why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
         raise Refusal(f"training_step returned {said}: {why}")
+    if loss.numel() != 1:
+        raise Refusal(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
     found = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:
