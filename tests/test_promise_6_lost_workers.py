@@ -53,7 +53,7 @@ def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
     short = ("strategy=ddp", "devices=2", "hang_timeout=3", "max_epochs=1", "checkpoint_every=null")
     run = Program(tmp_path / "outputs", fresh=True)(*JOB, *short, env={"PYTHONPATH": path})
     assert run.summary["throughput"]["seconds_saving"] >= 0
-    assert run.summary["throughput"]["seconds"] > 10, "the disk is slow"
+    assert run.summary["throughput"]["seconds"] > 8, "the disk is slow"
 
 
 def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:

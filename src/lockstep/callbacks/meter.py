@@ -90,8 +90,8 @@ class Meter(Callback):
     """
 
     def __init__(self, log_every: int = 50, log_seconds: float = 30.0, started: float | None = None) -> None:
-        if not log_seconds > 0:
-            raise ValueError(f"log_seconds={log_seconds}: must be above 0")
+        if not log_seconds >= 0:
+            raise ValueError(f"log_seconds={log_seconds}: must be at least 0")
         self.latest: dict[str, float] = {}
         self.fresh = False
         self.samples_seen = 0
