@@ -36,7 +36,8 @@ def test_exact_survives_faults_on_changing_layouts() -> None:
 def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
     """The control: another seed after each fault, of which all four end a life. It trains for most of a life: a fault
     may strike when nothing is left to do, four won't."""
-    done = forked(CHAOS, "--faults=4", "--layouts=single", "--control", "--seed=31", *SMALL, "max_epochs=40")
+    trains = ("checkpoint_every=10", "max_epochs=20")
+    done = forked(CHAOS, "--faults=4", "--layouts=single", "--control", "--seed=31", *SMALL, *trains)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEM weights_sha256" in done.stdout
 
