@@ -31,13 +31,16 @@ compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g
 @pytest.fixture(scope="module", autouse=True)
 def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Kernels are compiled once for this file, and here: nothing is left behind. They are plain loops, since to find
-    out which vectors the compiler knows takes longer than all else."""
+    out which vectors the compiler knows takes longer than all else; so would headers that few share."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        torch._inductor.config.patch({"cpp.vec_isa_ok": False, "compile_threads": 1}),
+        torch._inductor.config.patch(
+            {"cpp.vec_isa_ok": False, "compile_threads": 1, "cpp_cache_precompile_headers": False}
+        ),
     ):
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        patch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
         yield
 
