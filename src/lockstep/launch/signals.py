@@ -55,12 +55,12 @@ def forwarding() -> Iterator[list[int]]:
             return
         if signum != signal.SIGUSR1:
             if signal.SIGINT in received and signum == signal.SIGINT:
-                _tell_workers(signal.SIGKILL)
+                tell_children(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
             if signum == signal.SIGINT:
                 say_ending()
-        _tell_workers(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+        tell_children(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
     with handling(handler, *ENDING, signal.SIGUSR1):
         try:
@@ -87,7 +87,8 @@ def say_ending() -> None:
         os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
 
 
-def _tell_workers(signum: int) -> None:
+def tell_children(signum: int) -> None:
+    """Sends a signal to what this process has started with multiprocessing."""
     for child in multiprocessing.active_children():
         if child.pid:
             with suppress(ProcessLookupError):  # the signal came while multiprocessing took note of its end

@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +22,7 @@ from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import imported
-from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending, set_parent_death_signal
+from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending, set_parent_death_signal, tell_children
 from lockstep.run.summary import conclude, summary_of
 
 PASSED_ON = (*ENDING, signal.SIGUSR1)
@@ -97,7 +97,7 @@ def run_jobs(
     fork = multiprocessing.get_context("fork")
     running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
     waiting, free = list(jobs), list(places)
-    with _signals_passed_on(running, together=len(places) > 1) as received:
+    with _signals_passed_on(together=len(places) > 1) as received:
         while True:
             while free and waiting:
                 with _signals_held():  # none between a job's start and its being known
@@ -160,7 +160,7 @@ def _result(job: Job, code: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _signals_passed_on(running: Mapping[int, tuple[Any, Job, Slot]], together: bool) -> Iterator[list[int]]:
+def _signals_passed_on(together: bool) -> Iterator[list[int]]:
     """Signals go to every job. Yields those received so far that end the sweep. Jobs that run
     `together` answer a Ctrl-C in their own logs only."""
     received: list[int] = []
@@ -170,9 +170,7 @@ def _signals_passed_on(running: Mapping[int, tuple[Any, Job, Slot]], together: b
             if together and signum == signal.SIGINT and signum not in received:
                 say_ending()
             received.append(signum)
-        for process, *_ in list(running.values()):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signum)
+        tell_children(signum)
 
     with handling(handler, *PASSED_ON):
         yield received
