@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -18,9 +20,11 @@ from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.scratch import scratch_folder
+from lockstep.launch.signals import Interrupted
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.supervisor import run_in_workers
+from lockstep.sweeps.jobs import Job, Slot, run_jobs
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 
@@ -71,6 +75,31 @@ def test_a_worker_that_is_killed_is_told_as_such_unless_it_was_done() -> None:
         launch(killed, 0, layout=ALONE)
     for milliseconds in range(100, 150, 10):
         assert launch(killed, milliseconds / 1000, layout=ALONE) == "done"
+
+
+@pytest.mark.parametrize("what", ["worker", "job"])
+def test_a_signal_that_comes_while_a_process_is_started_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It comes by another thread, before multiprocessing takes note of the fork."""
+    fork = os.fork
+    errors: list[str] = []
+
+    def interrupted() -> int:
+        if pid := fork():
+            handler: Any = signal.getsignal(signal.SIGTERM)
+            handler(signal.SIGTERM, None)
+        return pid
+
+    def job(start: Callable[[float], Any], seconds: float, **_: object) -> None:
+        jobs = [Job(0, tmp_path, [])]
+        run_jobs(jobs, lambda _: start(seconds), lambda _, told: errors.append(told["error"]), [Slot()])
+
+    monkeypatch.setattr(os, "fork", interrupted)
+    starts: dict[str, Callable[..., Any]] = {"worker": launch, "job": job}
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        starts[what](time.sleep, 20, layout=ALONE)
+    assert errors == ["the job was killed by SIGTERM"] * (what == "job")
 
 
 def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from lockstep.launch.interpreter import imported
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.meeting import Meeting
 from lockstep.launch.scratch import scratch_folder
-from lockstep.launch.signals import Interrupted, end_children, forwarding
+from lockstep.launch.signals import Interrupted, end_children, forwarding, held, tell_children
 from lockstep.launch.watchdog import Watch
 from lockstep.launch.wire import Place
 from lockstep.launch.worker import Answer
@@ -81,13 +81,16 @@ def launch(
     with forwarding() as received, scratch_folder() as scratch:
         watch = Watch(scratch, names, hang_timeout, meeting)
         try:
-            for local_rank, name in enumerate(names):
-                hears, says = context.Pipe(duplex=False)
-                told = (work, args, layout, place, local_rank, os.getpid(), says)
-                process = context.Process(target=worker.run, args=told)
-                process.start()
-                workers.append(_Worker(name, process, hears))
-                says.close()
+            with held():
+                for local_rank, name in enumerate(names):
+                    hears, says = context.Pipe(duplex=False)
+                    told = (work, args, layout, place, local_rank, os.getpid(), says)
+                    process = context.Process(target=worker.run, args=told)
+                    process.start()
+                    workers.append(_Worker(name, process, hears))
+                    says.close()
+            if received:  # before all of them were known
+                tell_children(signal.SIGTERM)
             if has_group(layout):
                 meeting.serve()
             _wait(workers, watch)

@@ -22,6 +22,7 @@ class Interrupted(BaseException):
 
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
+PASSED_ON = (*ENDING, signal.SIGUSR1)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
 
 
@@ -46,13 +47,8 @@ def forwarding() -> Iterator[list[int]]:
     """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
     to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
     received: list[int] = []
-    parent = os.getpid()
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        # Remembered here too, for workers that are forked later, and in a fork that has not yet set its own handlers.
-        record_signal(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM, frame)
-        if os.getpid() != parent:
-            return
         if signum != signal.SIGUSR1:
             if signal.SIGINT in received and signum == signal.SIGINT:
                 tell_children(signal.SIGKILL)
@@ -62,11 +58,24 @@ def forwarding() -> Iterator[list[int]]:
                 say_ending()
         tell_children(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
 
-    with handling(handler, *ENDING, signal.SIGUSR1):
-        try:
-            yield received
-        finally:
-            pending_signals.clear()
+    with handling(handler, *PASSED_ON):
+        yield received
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A process that is started in here gets its signals when it has handlers of its own and calls `let_in`: Python
+    forgets what comes before a fork's first line. To this process they may come all the same, by another thread."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        let_in()
+
+
+def let_in() -> None:
+    """See `held`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 @contextmanager

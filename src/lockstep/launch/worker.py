@@ -14,7 +14,7 @@ from lockstep.launch import logs, watchdog
 from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import environment, export
 from lockstep.launch.group import has_group, join_group, leave_group
-from lockstep.launch.signals import Interrupted, end_children, pending_signals, record_signal, set_parent_death_signal
+from lockstep.launch.signals import Interrupted, end_children, let_in, record_signal, set_parent_death_signal
 from lockstep.launch.wire import Place
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -43,8 +43,7 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
-    if signal.SIGTERM in pending_signals:  # before this line
-        signal.raise_signal(signal.SIGTERM)
+    let_in()
     set_parent_death_signal(parent)
     export(  # as torchrun does
         RANK=str(place.machine * place.workers + local_rank),

@@ -22,10 +22,17 @@ from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, export, external_workers
 from lockstep.launch.interpreter import imported
-from lockstep.launch.signals import ENDING, Interrupted, handling, say_ending, set_parent_death_signal, tell_children
+from lockstep.launch.signals import (
+    PASSED_ON,
+    Interrupted,
+    handling,
+    held,
+    let_in,
+    say_ending,
+    set_parent_death_signal,
+    tell_children,
+)
 from lockstep.run.summary import conclude, summary_of
-
-PASSED_ON = (*ENDING, signal.SIGUSR1)
 
 
 @dataclass
@@ -100,7 +107,7 @@ def run_jobs(
     with _signals_passed_on(together=len(places) > 1) as received:
         while True:
             while free and waiting:
-                with _signals_held():  # none between a job's start and its being known
+                with held():
                     if received:
                         break
                     job, place = waiting.pop(0), free.pop(0)
@@ -108,6 +115,8 @@ def run_jobs(
                     process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
                     running[process.sentinel] = process, job, place
+                    if received:  # before it was known
+                        process.terminate()
             if not running:
                 break
             for sentinel in wait(list(running)):
@@ -125,7 +134,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    let_in()
     set_parent_death_signal(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
@@ -174,12 +183,3 @@ def _signals_passed_on(together: bool) -> Iterator[list[int]]:
 
     with handling(handler, *PASSED_ON):
         yield received
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
