@@ -30,7 +30,7 @@ class DataModule(pl.LightningDataModule):
     """Training batches are `StepBatch`s, evaluation batches plain `(x, y)`.
 
     Args:
-        splits: the opened data (`lockstep.loading.open_data`).
+        splits: the opened data (`lockstep.run.opening.open_data`).
         layout: who computes which piece.
         seed: the run's seed; order and augmentation follow from it.
         rank: this process's number among `layout.replicas`.
