@@ -181,7 +181,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             conclude(job.folder, "failed", said.removeprefix("error: "), {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
-    told = (lambda job: summary_of(job.folder)) if in_place(num_nodes=1) else None
+    told = (lambda job: summary_of(job.folder)) if in_place() else None
     run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()], told)
     return summaries[0]
 

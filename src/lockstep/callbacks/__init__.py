@@ -8,7 +8,7 @@ from lockstep.callbacks.first_page import TensorBoard
 from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
-from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, Heartbeat, ReplicaConsistencyCheck
+from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, ReplicaConsistencyCheck
 from lockstep.callbacks.resume_state import ResumeState
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Console",
     "Dashboard",
     "DummyBatchOnEmptyRank",
-    "Heartbeat",
     "Meter",
     "Pictures",
     "Preemption",

@@ -14,7 +14,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import aside
 from lockstep.launch.atomic import same_file
-from lockstep.launch.watchdog import patient
 from lockstep.step.loop import validates
 
 log = logging.getLogger("lockstep")
@@ -79,13 +78,12 @@ class Checkpoint(LightningCheckpoint):
 
     # --- hooks ---
 
-    @patient()
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of a run that goes on: it may have been killed before its best checkpoint had its second name."""
         if self.best_score is None:
             return
         source, step = weights_in_use(trainer)
-        if trainer.is_global_zero and source is not None and step == self._best_step:
+        if _writes(trainer) and source is not None and step == self._best_step and Path(source).exists():
             same_file(source, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # better a new best than one that nobody has
             log.warning("best.ckpt of the run before is not beside %s: the best starts anew", source)
@@ -138,7 +136,7 @@ class Checkpoint(LightningCheckpoint):
         trainer.fit_loop.epoch_loop.follow_metrics()
         if improved or saves:
             self.save(trainer)
-        if improved and trainer.is_global_zero:
+        if improved and _writes(trainer):
             trainer.strategy.checkpoint_io.then(same_file, self._last, self._best)
 
     def _improved(self, trainer: Trainer) -> bool:
@@ -154,3 +152,8 @@ class Checkpoint(LightningCheckpoint):
             return False
         self.best_score, self._best_step = score, trainer.global_step
         return True
+
+
+def _writes(trainer: Any) -> bool:
+    """Whether this rank has the run's checkpoints, or copies of them, on its machine."""
+    return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "receives", False))

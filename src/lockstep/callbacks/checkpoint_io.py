@@ -22,8 +22,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.kept import keep
 from lockstep.callbacks.untrusted import archive_fault, claim_fault
 from lockstep.launch.atomic import replacing
-from lockstep.launch.group import of_rank_zero
-from lockstep.launch.watchdog import patient
+from lockstep.launch.process_group import of_rank_zero
 
 
 class CheckpointError(Refusal):
@@ -47,7 +46,6 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{path}: not saved, loading it would run code: it holds {code}, not only data")
 
 
-@patient()
 def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
     """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
 
@@ -60,7 +58,6 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, A
     return _loaded(path, path, map_location)
 
 
-@patient()
 def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
     """As `load`, on all ranks: rank zero reads the file, and the others, who may have no such file, get its bytes.
 
@@ -82,15 +79,34 @@ def file_of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[byt
     """
     ranks = dist.is_available() and dist.is_initialized()
     mine = not ranks or dist.get_rank() == 0
-    wrong = check(path) if mine else ""
-    wrong, size = of_rank_zero((wrong, path.stat().st_size if mine and not wrong else 0))
+    wrong = of_rank_zero(check(path) if mine else "")
     if wrong:
         raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path
-    content = torch.from_file(str(path), size=size, dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(content, src=0)
+    content = broadcast_bytes(bytes_of(path) if mine else None, 0)
+    assert content is not None  # rank zero has looked at it
     return io.BytesIO(content.numpy().data)
+
+
+def bytes_of(path: Path) -> Tensor:
+    """A file's bytes as a tensor that reads them when they are needed."""
+    return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+
+
+def broadcast_bytes(content: Tensor | None, source: int, group: Any = None) -> Tensor | None:
+    """Return on all ranks of a group the bytes that one of them has; None where it has none.
+
+    Args:
+        content: uint8, one dimension, on the rank `source`; else None.
+    """
+    size = torch.tensor(-1 if content is None else content.numel())
+    dist.broadcast(size, source, group)
+    if size < 0:
+        return None
+    content = torch.empty(int(size), dtype=torch.uint8) if content is None else content
+    dist.broadcast(content, source, group)
+    return content
 
 
 def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
@@ -136,6 +152,16 @@ class LedgerWriter(Protocol):
     def append(self) -> None: ...
 
 
+class Sender(Protocol):
+    """What sends rank zero's files to ranks that keep copies: `send` on rank zero, `receive` on those."""
+
+    receives: bool
+
+    def send(self, path: Path | None) -> None: ...
+
+    def receive(self, path: Path) -> None: ...
+
+
 class AtomicCheckpointIO(CheckpointIO):
     """`save` and `load` as a plugin of Lightning's Trainer. Training goes on while a copy of its state is written.
 
@@ -145,16 +171,21 @@ class AtomicCheckpointIO(CheckpointIO):
     Args:
         ledger: rank zero's, if there is one.
         number: checkpoints that are kept besides (see `keep`).
+        copies: what sends files to the machines that keep copies of them, if there are any.
     """
 
-    def __init__(self, ledger: LedgerWriter | None = None, number: int = 0) -> None:
-        self._ledger, self._number = ledger, number
+    def __init__(self, ledger: LedgerWriter | None = None, number: int = 0, copies: Sender | None = None) -> None:
+        self._ledger, self._number, self._copies = ledger, number, copies
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self.loaded_step: int | None = None  # of the checkpoint loaded last
+        self.receives = copies is not None and copies.receives  # whether this rank writes what rank zero sends
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         self.wait()  # so that there is one copy at the most
+        if self._copies is not None and self.receives:
+            self.then(self._copies.receive, Path(path))
+            return
         copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
         if (kept := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = kept  # versions of layers, which some of torchvision's ask for
@@ -172,15 +203,20 @@ class AtomicCheckpointIO(CheckpointIO):
         self._pending.append(self._writer.submit(work))
 
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self._ledger is not None:
-            self._ledger.enter(checkpoint)
-        save(checkpoint, path)
+        written = None
+        try:
+            if self._ledger is not None:
+                self._ledger.enter(checkpoint)
+            save(checkpoint, path)
+            written = path
+        finally:
+            if self._copies is not None:
+                self._copies.send(written)
         if self._ledger is not None:
             self._ledger.append()
         if self._number:
             keep(path, checkpoint["global_step"], self._number)
 
-    @patient()
     def wait(self) -> None:
         """Returns when all is on the disk.
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.launch.group import of_ranks
+from lockstep.launch.process_group import of_ranks
 from lockstep.step.memory import peak_memory
 
 MOST_RANKS = 64  # more curves than that help nobody

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.callbacks.first_page import HEIGHT, boards, figure
 from lockstep.callbacks.meter import aside
-from lockstep.launch.group import of_ranks
+from lockstep.launch.process_group import of_ranks
 from lockstep.loading import Spec
 from lockstep.step.loop import is_last_step
 

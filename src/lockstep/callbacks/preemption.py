@@ -1,8 +1,10 @@
-"""SIGTERM saves and ends, SIGUSR1 saves and goes on: on all ranks at the same optimizer step."""
+"""A signal saves and ends, or saves and continues (see lockstep.launch.signals): on all ranks at the same optimizer
+step."""
 
 import logging
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.launch.signals import Interrupted, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
 from lockstep.step.loop import validates
 
 LOG = logging.getLogger("lockstep")
@@ -31,17 +33,19 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     def __init__(self, folder: Path) -> None:
         self._path = folder / "checkpoints" / "last.ckpt"
         self._agreed: list[int] = []  # the signals that all ranks know of, until they are answered
+        self._own: int = signal.SIGTERM  # the ending signal that this rank got, if it did
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
+        self._handlers = ExitStack()
         self._due = self._interval = 1
         self._clock = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signal.signal(signal.SIGTERM, record_signal)
-        signal.signal(signal.SIGUSR1, record_signal)
+        self._ends = set(ending_signals()) - {signal.SIGINT}
+        self._handlers.enter_context(handling(record_signal, *{*self._ends, signal.SIGUSR1}))
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved; the test can be run again
+        self._handlers.close()  # all is saved; the test can be run again
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
@@ -67,7 +71,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
             trainer.fit_loop.epoch_loop.follow_metrics()
             trainer.save_checkpoint(self._path)
         trainer.strategy.checkpoint_io.wait()  # until it is on the disk
-        self._ending = next((signum for signum in self._agreed if signum != signal.SIGUSR1), None)
+        self._ending = self._own if self._ends & {*self._agreed} else None
         self._agreed.clear()
         if trainer.is_global_zero:
             why = "asked to end" if self._ending else "SIGUSR1"  # the parent knows by what
@@ -76,6 +80,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     def _agree(self, trainer: Trainer) -> None:
         known = len(pending_signals)  # what comes meanwhile is for the next one
         mine = pending_signals[:known]
+        self._own = next((signum for signum in mine if signum in self._ends), self._own)
         if trainer.world_size > 1:
             mine = self._of_all(mine, trainer.global_step)
         self._agreed += mine
@@ -83,7 +88,8 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
 
     def _of_all(self, mine: list[int], step: int) -> list[int]:
         now = time.monotonic()
-        flags = torch.tensor([float(signal.SIGTERM in mine), float(signal.SIGUSR1 in mine), now - self._clock])
+        ends, saves = bool(self._ends & {*mine}), signal.SIGUSR1 in mine
+        flags = torch.tensor([float(ends), float(saves), now - self._clock])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         end, save, seconds = flags.tolist()
         self._interval = max(1, min(1000, int(self._interval * SECONDS / max(seconds, 1e-3))))

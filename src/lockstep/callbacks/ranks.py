@@ -1,4 +1,4 @@
-"""What keeps ranks together: each is heard of, has a sample to evaluate, and holds the same weights."""
+"""What keeps ranks together: each has a sample to evaluate, and holds the same weights."""
 
 from typing import Any
 
@@ -6,20 +6,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
-from lockstep.launch.watchdog import beat
 from lockstep.step.loop import forget_logged
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
-class Heartbeat(Callback):
-    """Tells the parent at the start and at each batch of an evaluation or prediction that this worker is alive, and how
-    far; the loop does so at each micro-batch of a step."""
-
-    def _beat(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        beat(trainer.global_step)
-
-    on_train_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _beat
 
 
 class DummyBatchOnEmptyRank(Callback):

@@ -2,14 +2,13 @@
 
 Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so it never runs
 a parallel operation or touches CUDA, and may fork. A forked worker starts in a fraction of a second with everything
-imported. The parent ends the machine's workers when one dies, and brings their results back. Each machine has a parent
-of its own; launch/meeting.py says which ranks are its. Under `torchrun` (or several SLURM tasks) the workers exist
-already: the function then runs in place.
+imported. The parent has no other thread while it forks: rank zero serves the store at which the workers meet. It ends
+all workers when one dies, and returns their result. On several machines an engine has started the workers already
+(launch/environment.py): the function then runs in place.
 """
 
 import multiprocessing
 import os
-import platform
 import signal
 import sys
 import time
@@ -21,94 +20,93 @@ from typing import Any
 
 from lockstep.arithmetic.layout import Layout, Refusal
 from lockstep.launch import logs, worker
-from lockstep.launch.endings import Outcome, WorkerFailed
+from lockstep.launch.endings import Outcome, WorkerFailed, last_frame
 from lockstep.launch.environment import external_workers
-from lockstep.launch.group import has_group, join_external
 from lockstep.launch.interpreter import imported
-from lockstep.launch.keeper import Keeper
-from lockstep.launch.meeting import Meeting
+from lockstep.launch.process_group import (
+    NAMING,
+    did_not_arrive,
+    is_lost_rank,
+    is_timeout,
+    join_external,
+    ranks_that_hang,
+    store_socket,
+    use_timeout,
+)
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, end_children, forwarding, held, tell_children
-from lockstep.launch.watchdog import Watch
-from lockstep.launch.wire import Place
 from lockstep.launch.worker import Answer
 
 GRACE_SECONDS = 5  # between telling the workers to end and killing them
-TELLING = ("refused", "failed", "victim", "interrupted", "completed")  # what of several workers' ends is the run's
+TELLING = ("refused", "failed", "waited", "victim", "interrupted", "completed")  # which of several ends is the run's
 
 
-def launch(
-    work: Callable[..., Any],
-    *args: Any,
-    layout: Layout,
-    hang_timeout: float = 300.0,
-    part: tuple[Meeting, Place] | None = None,
-) -> Any:
+def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
     """Calls `work(*args)` in every worker of this machine and returns what the first one's call returned.
 
     Args:
         work: a function that a worker can import; its result must be picklable.
-        layout: how many workers, on how many machines.
-        hang_timeout: seconds after which a silent worker is killed.
-        part: this machine's, of a run that others may take part in, or that is started again.
+        layout: how many workers.
+        hang_timeout: seconds after which a collective that a worker does not join ends the run.
+        restarts: times that the workers were started before.
 
     Raises:
         Refusal: a worker refused its input, or the workers that exist don't match the layout.
         WorkerFailed: a worker died.
-        Interrupted: SIGTERM or SIGINT ended the run; its checkpoint is saved.
+        Interrupted: a signal ended the run; its checkpoint is saved.
     """
     imported()
-    if found := external_workers():
-        if found != layout.world_size:
-            raise Refusal(
-                f"{found} workers exist, the layout needs {layout.world_size}: give ddp (or pipeline), devices x "
-                f"num_nodes = {found}"
-            )
-        join_external()
-        try:
-            with logs.failure_told():
-                return work(*args)
-        finally:
-            end_children()
-    if part is None:
-        keeper = Keeper()
-        part = keeper, keeper.begin({}, layout)
-    meeting, place = part
-    here = f" on {platform.node()}" if layout.num_nodes > 1 else ""
-    names = [f"rank {place.machine * place.workers + local_rank}{here}" for local_rank in range(place.workers)]
+    if external_workers():
+        return _in_place(work, args, layout, hang_timeout)
     context: Any = multiprocessing.get_context(start_method())
     workers: list[_Worker] = []
-    with forwarding() as received, scratch_folder() as scratch:
-        watch = Watch(scratch, names, hang_timeout, meeting)
+    with forwarding() as received, scratch_folder() as scratch, store_socket() as listener:
         try:
             with held():
-                for local_rank, name in enumerate(names):
-                    hears, says = context.Pipe(duplex=False)
-                    told = (work, args, layout, place, local_rank, os.getpid(), says)
-                    process = context.Process(target=worker.run, args=told)
+                for rank in range(layout.world_size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    place = worker.Place(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    process = context.Process(target=worker.run, args=(work, args, place))
                     process.start()
-                    workers.append(_Worker(name, process, hears))
-                    says.close()
+                    workers.append(_Worker(f"rank {rank}", process, receiver))
+                    sender.close()
+            listener.close()
             if received:  # before all of them were known
                 tell_children(signal.SIGTERM)
-            if has_group(layout):
-                meeting.serve()
-            _wait(workers, watch)
+            _wait(workers)
             first = min((w for w in workers if w.answer), key=lambda w: TELLING.index(w.answer.outcome.kind))
             if first.answer.outcome.kind == "completed":
                 return first.answer.result
             if received:
                 raise Interrupted(received[0])
-            error: Any = _failure(first, watch)
-            error.local_rank = workers.index(first)
-            raise error
-        except (Interrupted, WorkerFailed) as ended:  # killed workers write no summary: who hears of it hears this, too
-            ended.steps = watch.steps()
+            raise _failure(first, workers, hang_timeout, scratch)
+        except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # the cursor, which a bar has hidden
             raise
         finally:
             _end([each.process for each in workers])
+
+
+def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float) -> Any:
+    """As `launch`, in a worker that an engine has started."""
+    world = external_workers()
+    if world != layout.world_size:
+        raise Refusal(
+            f"{world} workers exist, the layout needs {layout.world_size}: leave devices and num_nodes out, with "
+            "strategy=ddp (or pipeline)"
+        )
+    join_external()
+    use_timeout(hang_timeout)
+    try:
+        with logs.failure_told():
+            return work(*args)
+    except Exception as error:
+        if is_lost_rank(error) and is_timeout(error):
+            raise WorkerFailed(ranks_that_hang(hang_timeout)) from error
+        raise
+    finally:
+        end_children()
 
 
 @dataclass
@@ -117,15 +115,15 @@ class _Worker:
 
     name: str
     process: Any
-    hears: Connection
+    receiver: Connection
     answer: Any = None  # an Answer, as soon as it has ended or is about to
 
     def listen(self) -> None:
         """Takes its answer; where it has died without one, makes that."""
-        alive = self.process.is_alive()  # asked first: what it said before its end is there then
+        alive = self.process.is_alive()  # before the pipe is read: what it sent before its end is there then
         with suppress(EOFError):
-            if self.hears.poll():
-                self.answer = self.hears.recv()
+            if self.receiver.poll():
+                self.answer = self.receiver.recv()
         if alive or self.answer:
             return
         code = self.process.exitcode
@@ -134,30 +132,51 @@ class _Worker:
         self.answer = Answer(Outcome("failed", how, signum=-code))
 
 
-def _wait(workers: Sequence[_Worker], watch: Watch) -> None:
-    """Until all have answered, or one has failed."""
+def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
+    """Wait until all have answered, one has failed, or time is over."""
+    until = None if seconds is None else time.monotonic() + seconds
     while working := [each for each in workers if each.answer is None]:
-        watch.look()
-        wait([each.hears for each in working], timeout=0.05)
+        wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
         for each in working:
             each.listen()
-        if any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers):
+        over = until is not None and time.monotonic() > until
+        failed = any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers)
+        if over or (failed and until is None):
             return
 
 
-def _failure(first: _Worker, watch: Watch) -> BaseException:
+def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
     """What to raise for a worker that did not complete."""
-    outcome = first.answer.outcome
-    if first.process.pid in watch.found:
-        outcome = Outcome("victim" if watch.meeting.trouble() else "failed", watch.found[first.process.pid])
+    outcome, local_rank = first.answer.outcome, workers.index(first)
+    if outcome.kind == "waited":  # for one that hangs
+        _wait(workers, NAMING)
+        silent = [index for index, each in enumerate(workers) if each.answer is None]
+        text = outcome.text
+        if silent:
+            local_rank = silent[0]
+            where = _place_of(workers[local_rank].process, local_rank, scratch)
+            text = did_not_arrive([local_rank], hang_timeout, where)
+        outcome = replace(outcome, kind="failed", text=text)
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
     elif outcome.kind != "refused" and not outcome.without:
         outcome = replace(outcome, text=f"{first.name} {outcome.text}")
-    error = outcome.raised()
+    steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
+    error: Any = replace(outcome, steps=steps).raised()
+    error.local_rank = local_rank
     if first.answer.trace:
         error.add_note(first.answer.trace)
     return error
+
+
+def _place_of(process: Any, rank: int, scratch: str) -> str:
+    """End a worker that hangs, after it has written its stack into its log; return where it was."""
+    for signum in (signal.SIGQUIT, signal.SIGCONT):  # a stopped one answers when it goes on
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+    where = last_frame(logs.stack_written(scratch, rank, NAMING))
+    process.kill()
+    return where and f"it was {where}; its stack is in {logs.file_of(rank)}"
 
 
 def _end(processes: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a run ends, as what is raised, and as what is told to a worker's parent and to other machines."""
+"""How a run ends, as what is raised, and as what a worker sends to its parent."""
 
 import os
 import re
@@ -14,18 +14,17 @@ from lockstep.launch.signals import Interrupted
 class WorkerFailed(Exception):
     """A worker died. The message names the rank and the reason in one line."""
 
-    steps = 0  # as in `Interrupted`
-    local_rank = -1  # of the worker; -1: of another machine's
-    victim = False  # whether it failed because it lost another one, which has the reason
+    steps = 0  # optimizer steps that the workers had made, as far as one of them said so
+    local_rank = 0  # of the worker
     without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
     right = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a worker ended, a machine's workers, or the whole run."""
+    """How a worker ended."""
 
-    kind: str  # `completed`, `failed`, `refused`, `interrupted`; or `victim`, which failed because others did
+    kind: str  # `completed`, `failed`, `refused`, `interrupted`; `victim`: others failed; `waited`: for one that hangs
     text: str = ""  # the reason in one line; of a worker's failure what follows its name
     signum: int = 0  # of the signal that ended it
     steps: int = 0  # optimizer steps that had been made
@@ -37,22 +36,15 @@ class Outcome:
         if self.kind == "refused":
             return Refusal(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps, error.victim = self.steps, self.kind == "victim"
-        error.without, error.right = self.without, self.right
+        error.steps, error.without, error.right = self.steps, self.without, self.right
         return error
 
 
-def outcome_of(error: BaseException | None) -> Outcome:
-    """How what was raised, if anything, ended a machine's workers."""
-    if error is None:
-        return Outcome("completed")
-    if isinstance(error, Refusal):
-        return Outcome("refused", str(error))
-    steps = getattr(error, "steps", 0)
-    if isinstance(error, Interrupted | KeyboardInterrupt):
-        return Outcome("interrupted", str(error), getattr(error, "code", 130) - 128, steps)
-    kind = "victim" if getattr(error, "victim", False) else "failed"
-    return Outcome(kind, str(error), 0, steps, getattr(error, "without", ()), getattr(error, "right", 0))
+def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
+    """How what was raised in a worker ended it."""
+    if isinstance(error, Interrupted):
+        return Outcome("interrupted", str(error), error.signum, error.steps)
+    return Outcome("failed", str(error), 0, error.steps, error.without, error.right)
 
 
 def own_words(message: str) -> str:
@@ -67,14 +59,24 @@ def own_words(message: str) -> str:
 
 def users_line(trace: str) -> str:
     """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
+    mine = [frame for frame in frames if _is_users(frame[0])]
+    return f"{_shown(*mine[-1])}; " if mine else ""
+
+
+def last_frame(stack: str) -> str:
+    """Where a process was whose stack faulthandler has written: in the user's own code, if it was there; else in the
+    function that it was in. Empty without a stack."""
+    frames = re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE)  # the latest first
+    mine = [frame for frame in frames if _is_users(frame[0])]
+    return f"at {_shown(*(mine or frames)[0])}" if frames else ""
+
+
+def _is_users(file: str) -> bool:
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
-    found = [
-        (file, line, function)
-        for file, line, function in re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
-        if not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
-    ]
-    if not found:
-        return ""
-    file, line, function = found[-1]
+    return not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def _shown(file: str, line: str, function: str) -> str:
     near = os.path.relpath(file)
-    return f"{file if near.startswith('..') else near}:{line} in {function}; "
+    return f"{file if near.startswith('..') else near}:{line} in {function}"

@@ -1,13 +1,17 @@
 """Where messages go: rank zero to the console and `train.log`, every other rank to `rank_<n>.log`."""
 
+import faulthandler
 import logging
+import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
@@ -23,7 +27,11 @@ def configure(folder: Path, rank: int) -> None:
 
     Warnings and Lightning's notices go to the file only: what a user must know, Lockstep says itself.
     """
-    file = logging.FileHandler(folder / file_of(rank), encoding="utf-8", delay=rank > 0)
+    path = (folder / file_of(rank)).absolute()
+    if environment().scratch:  # the parent finds the log there
+        with suppress(FileExistsError):
+            Path(environment().scratch, f"log_{rank}").symlink_to(path)
+    file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.root.handlers = [file]
     logging.root.setLevel(logging.INFO)
@@ -59,3 +67,36 @@ def failure_told() -> Iterator[None]:
         if logging.root.handlers:  # see configure
             logging.root.error("the run failed", exc_info=error)
         raise
+
+
+# --- the stack of a worker that hangs ---
+
+
+@contextmanager
+def stack_on_demand(rank: int) -> Iterator[None]:
+    """While it lasts, SIGQUIT makes this worker write where all its threads are into a file that its parent reads."""
+    with open(Path(environment().scratch, f"stack_{rank}"), "w") as file:
+        faulthandler.register(signal.SIGQUIT, file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+
+
+def stack_written(scratch: str, rank: int, seconds: float) -> str:
+    """Return the stack that a worker writes on demand, as soon as it is there, and append it to the worker's log.
+
+    Args:
+        scratch: the folder of what the run's processes keep for a moment.
+        seconds: how long to wait.
+    """
+    file, until = Path(scratch, f"stack_{rank}"), time.monotonic() + seconds
+    stack = ""
+    with suppress(OSError):
+        while not (stack := file.read_text(errors="replace")) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.2)  # until all of it is there
+        stack = file.read_text(errors="replace")
+        with open(Path(scratch, f"log_{rank}"), "a", encoding="utf-8") as log:
+            log.write(f"the worker hung, and was ended; its stack:\n{stack}\n")
+    return stack

@@ -1,6 +1,5 @@
-"""Addresses: where machines meet, and which interface of this one leads there."""
+"""Addresses: at which one this machine is reached, and which of its interfaces leads to another one."""
 
-import errno
 import socket
 import struct
 import sys
@@ -11,18 +10,6 @@ from lockstep.arithmetic.layout import Refusal
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
-
-
-def endpoint_of(text: str) -> tuple[str, int]:
-    """Host and port of `<host>:<port>`; an IPv6 address stands in brackets. A Refusal of anything else."""
-    host, _, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise Refusal(f"rdzv_endpoint={text}: an IPv6 address stands in brackets, [{host}]:{port}")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise Refusal(f"rdzv_endpoint={text}: must be <host>:<port> of one of the machines")
-    return host, int(port)
 
 
 def resolved(host: str, port: int) -> str:
@@ -71,8 +58,8 @@ def _interfaces() -> list[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # one without an address
-                told = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, socket.inet_ntoa(told[20:24])))
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
     return found
 
 
@@ -84,13 +71,3 @@ def bound(address: str, port: int = 0) -> socket.socket:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def listening(address: str, port: int) -> socket.socket | None:
-    """As `bound`; None where the address is another machine's, or somebody listens there already."""
-    try:
-        return bound(address, port)
-    except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
-            return None
-        raise Refusal(f"{address}:{port}: can't listen there: {error.strerror}") from None

@@ -6,9 +6,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+from lockstep.launch.environment import environment
 
 
 class Interrupted(BaseException):
@@ -18,11 +21,13 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.code = 128 + signum
+        self.signum = signum
+        self.code = 130 if signum == signal.SIGINT else 143
 
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
-PASSED_ON = (*ENDING, signal.SIGUSR1)
+USER = (signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (*ENDING, *USER)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
 
 
@@ -33,7 +38,11 @@ def record_signal(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
-    """While it lasts, signals are this handler's."""
+    """While it lasts, signals are this handler's. Only a main thread has handlers: in another one (Ray Train runs a
+    worker's function in one) whoever has that thread answers them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
@@ -42,23 +51,43 @@ def handling(handler: Callable[[int, FrameType | None], None], *signals: int) ->
             signal.signal(number, old)
 
 
+def ending_signals() -> tuple[int, ...]:
+    """Return the signals that ask a run to save and end. Under SLURM, SIGUSR1 and SIGUSR2 are among them, which say
+    that the job's time is up; elsewhere SIGUSR2 is where the program around the run answers it (submitit does), and
+    SIGUSR1 asks to save and continue."""
+    if environment().slurm_job:
+        return (*ENDING, *USER)
+    return (*ENDING, *([signal.SIGUSR2] if callable(signal.getsignal(signal.SIGUSR2)) else []))
+
+
+def call_earlier_handler(signum: int) -> None:
+    """Call the handler that the program around a run has for the signal which ended it, once the run has saved and its
+    own handlers are gone."""
+    handler = signal.getsignal(signum)
+    own = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
+    if callable(handler) and not own:
+        handler(signum, None)
+
+
 @contextmanager
 def forwarding() -> Iterator[list[int]]:
-    """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
-    to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
+    """While workers run, the parent passes signals on: those that end a run ask the workers to save and end, SIGUSR1
+    elsewhere to save and continue; a second Ctrl-C kills them. Yields the list of the ending signals received so
+    far."""
     received: list[int] = []
+    ending = ending_signals()
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if signum != signal.SIGUSR1:
+        if signum in ending:
             if signal.SIGINT in received and signum == signal.SIGINT:
                 tell_children(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
             if signum == signal.SIGINT:
                 say_ending()
-        tell_children(signal.SIGUSR1 if signum == signal.SIGUSR1 else signal.SIGTERM)
+        tell_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
 
-    with handling(handler, *PASSED_ON):
+    with handling(handler, *{*ending, signal.SIGUSR1}):
         yield received
 
 
@@ -76,17 +105,6 @@ def held() -> Iterator[None]:
 def let_in() -> None:
     """See `held`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-
-
-@contextmanager
-def ending_at_once() -> Iterator[None]:
-    """While there is nothing to save: SIGTERM and Ctrl-C raise `Interrupted`, there and then."""
-
-    def handler(signum: int, frame: FrameType | None) -> None:
-        raise Interrupted(signum)
-
-    with handling(handler, *ENDING):
-        yield
 
 
 def say_ending() -> None:

@@ -13,10 +13,9 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, Sender, is_plain
 from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
-from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
@@ -50,7 +49,6 @@ REFUSED = {
 PRETRAINED = {"pretrained": False, "weights": None}  # a model's keys that ask for weights, and what asks for none
 
 
-@patient()
 def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
     going to bring them, pretrained ones, from a file or the network, are not asked for."""
@@ -169,7 +167,12 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
 
 
 def make_trainer(
-    config: Config, folder: Path, callbacks: list[pl.Callback], step: int = 0, ledger: LedgerWriter | None = None
+    config: Config,
+    folder: Path,
+    callbacks: list[pl.Callback],
+    step: int = 0,
+    ledger: LedgerWriter | None = None,
+    copies: Sender | None = None,
 ) -> StepTrainer:
     """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
     layout = config.layout
@@ -200,7 +203,7 @@ def make_trainer(
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep)],
+        plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep, copies)],
         num_sanity_val_steps=int(bool(monitored(config))),
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

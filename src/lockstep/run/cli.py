@@ -22,15 +22,15 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.agreement import agree, ranks_with_folder
 from lockstep.launch.endings import users_line
-from lockstep.launch.environment import STARTED, environment, export, external_workers
+from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.meeting import decide, keeps_run
+from lockstep.launch.process_group import join_external
 from lockstep.launch.signals import Interrupted
 from lockstep.run import arguments, checks, resume, slurm
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT, run_name
-from lockstep.run.config import check_nodes
 from lockstep.run.summary import conclude, summary_of
 
 Job = Callable[[dict[str, Any], Path], Any]
@@ -69,25 +69,25 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
-        keeps = keeps_run(cfg.num_nodes, cfg.rdzv_endpoint)
+        keeps = environment().rank in ranks_with_folder(folder)
         try:
             with resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
                 job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
-            if sweeping and keeps and summary_of(folder).get("status") != "completed":
+            if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
-            if saved and not sweeping and keeps:
+            if saved and not sweeping and environment().rank == 0:
                 interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
             raise
         except Exception as error:
             if not sweeping:
                 raised.append(error)
-                if isinstance(error, BAD_INPUT) and environment().rank == 0:
+                if isinstance(error, BAD_INPUT) and keeps:
                     forget(folder)
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {line(error)}")
-            elif keeps:  # the sweep tells of it, from its own process
+            elif environment().rank == 0:  # the sweep tells of it, from its own process
                 conclude(folder, "failed", line(error))
                 if full:
                     traceback.print_exception(error)
@@ -99,6 +99,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
             with suppress(BrokenPipeError):  # piped into head, say
                 print(page, flush=True)
             return 0, ""
+        refuse_unread(os.environ)
+        join_external()
         sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
@@ -173,14 +175,13 @@ def forget(folder: Path) -> None:
                 folder.parent.parent.rmdir()
 
 
-def _folder(kind: str, outputs: Any, name: Any, nodes: Any, endpoint: Any, strategy: str, overrides: Any) -> str:
+def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
     """The folder of a new run or sweep, named by its start time, or by the SLURM job that finds it again; the same for
     all processes that start it together."""
-    check_nodes(nodes, endpoint, strategy)
     runs = Path(checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else []))
 
     def named() -> str:
         own = slurm.folder(runs, overrides)
         return own.name if own else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
-    return str(runs / decide(kind, named, nodes, endpoint))
+    return str(runs / agree(kind, named))

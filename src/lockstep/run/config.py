@@ -4,15 +4,19 @@ Nothing here imports torch (except to count GPUs where there are any), so bad in
 """
 
 import math
+import os
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
-from lockstep.launch.network import endpoint_of
 from lockstep.run.checks import checker, show
 from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
@@ -55,10 +59,12 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     Raises:
         Refusal: the first thing that is wrong.
     """
-    keys: Keys = check_keys("", dict(raw))
+    raw = _as_started(raw, given)
+    keys: Keys = check_keys("", raw)
     name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
     accelerator = _accelerator(keys)
-    check_nodes(keys.num_nodes, keys.rdzv_endpoint, name)
+    if name == "dp" and external_workers() > 1:
+        raise Refusal("strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started")
     layout = layouts.resolve(
         strategy=("ddp" if keys.devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
         accelerator=accelerator,
@@ -106,19 +112,40 @@ def _accelerator(keys: Keys) -> str:
     return "gpu" if gpus else "cpu"
 
 
-def check_nodes(num_nodes: int, rdzv_endpoint: str | None, strategy: str) -> None:
-    """Refuses dp on several machines, no rendezvous, one that is no address, or that nobody else comes to; known before
-    one of them waits for the others."""
-    if num_nodes == 1:
-        if rdzv_endpoint:
-            raise Refusal(f"rdzv_endpoint={show(rdzv_endpoint)}: one machine meets no other; give num_nodes=2 or more")
-        return
-    if strategy == "dp":
-        raise Refusal(f"num_nodes={num_nodes}: dp is one process on one machine; strategy=ddp spans machines")
-    if not rdzv_endpoint and not external_workers():
-        raise Refusal(f"num_nodes={num_nodes} needs rdzv_endpoint=<host>:<port> of one of the machines, or torchrun")
-    if rdzv_endpoint:
-        endpoint_of(str(rdzv_endpoint))
+def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The config with the devices and machines on which an engine has started workers; on one machine as it is.
+
+    Raises:
+        Refusal: others were asked for, or several machines without an engine.
+    """
+    nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
+    workers = external_workers()
+    if not workers:
+        if isinstance(nodes, int) and nodes > 1:
+            raise Refusal(
+                f"num_nodes={nodes}: on several machines an engine starts the workers. On each machine: "
+                f"{_torchrun(nodes, devices)}"
+            )
+        return dict(raw)
+    there = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
+    for key, count in there.items():
+        if raw.get(key, 1) != count and (raw.get(key, 1) != 1 or key in given):
+            raise Refusal(
+                f"{key}={show(raw[key])}: {environment().launcher} has started {counted(workers, 'worker')} on "
+                f"{counted(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
+            )
+    return {**raw, **there}
+
+
+def _torchrun(nodes: int, devices: Any) -> str:
+    """The command that starts this run on each of several machines."""
+    task = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    rest = [override for override in task if not override.startswith(("devices=", "num_nodes="))]
+    if not any(override.startswith("strategy=") for override in rest):
+        rest.insert(0, "strategy=ddp")
+    program = os.path.relpath(sys.argv[0]) if sys.argv[0].endswith(".py") else "src/train.py"
+    started = f"torchrun --nnodes={nodes} --nproc-per-node={devices} --rdzv-backend=c10d"
+    return f"{started} --rdzv-endpoint=<host of one of them>:29500 {program} {shlex.join(rest)}"
 
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:

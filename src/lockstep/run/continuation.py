@@ -11,7 +11,7 @@ from lockstep.callbacks.checkpoint_io import CheckpointError
 from lockstep.callbacks.kept import steps_kept
 from lockstep.launch.atomic import same_file
 from lockstep.launch.endings import WorkerFailed
-from lockstep.launch.group import of_rank_zero
+from lockstep.launch.process_group import of_rank_zero
 from lockstep.loading import Splits
 from lockstep.run.config import Config
 

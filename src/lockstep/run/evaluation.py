@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, checkpoint_io
+from lockstep.callbacks import DummyBatchOnEmptyRank, checkpoint_io
 from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.launch.meeting import decide
+from lockstep.launch.agreement import agree
 from lockstep.loading import Spec, Splits
 from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -79,7 +79,7 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         return [str(path), record]
 
     asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
-    path, record = decide(asked, found, raw["num_nodes"], raw["rdzv_endpoint"])
+    path, record = agree(asked, found)
     return Path(path), record
 
 
@@ -169,7 +169,7 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     rank = set_up_worker(config, folder)
     module = make_module(config, splits)
     data = make_data(config, splits, rank)
-    callbacks = [DummyBatchOnEmptyRank(), Heartbeat(), *make_callbacks(config, splits, folder, module)]
+    callbacks = [DummyBatchOnEmptyRank(), *make_callbacks(config, splits, folder, module)]
     trainer = make_trainer(config, folder, callbacks)
     run = RunRecord(config, splits, folder, trainer, started)
     with weights_must_fit(config):

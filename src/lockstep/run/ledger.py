@@ -31,7 +31,7 @@ MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
 # Keys of the front page that decide about no bit of the weights; of the layout, see `deciding`.
 BESIDE = (
     *("name", "outputs", "data_dir", "num_workers", "resident", "allocator", "memory_budget", "logger", "sweep"),
-    *("devices", "num_nodes", "accumulate_grad_batches", "rdzv_endpoint", "machine_timeout", "max_restarts", "elastic"),
+    *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "ledger", "resume", "audit"),
 )
 WATCHING = ("Meter", "Console", "Dashboard", "Pictures", "Checkpoint")  # callbacks of ours that change nothing

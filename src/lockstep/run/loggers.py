@@ -19,13 +19,12 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.first_page import LEFT_OUT
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.watchdog import patient
 from lockstep.run.arguments import key
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate, parameters
 
 # What no run is called by, beside what is no hyper-parameter.
-NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep", "rdzv_endpoint"}
+NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep"}
 KEPT = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
 # How long a server may stay away: by default MLflow would wait for minutes, at each line that it is sent.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -70,7 +69,7 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dic
     tracker = {"id", "run_id"} & parameters(kind)
     make = partial(make, **{option: kept[name] for option in tracker if name in kept})
     try:
-        with patient(), _alone(Path(known["folder"]).parent):
+        with _alone(Path(known["folder"]).parent):
             logger: Logger = call(name, make)
             if tracker:
                 before = kept.get(name)
@@ -95,8 +94,7 @@ def end(loggers: list[Logger], status: str) -> None:
     """Tells those that want to know how the run has ended; rank zero calls it."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            with patient():
-                logger.experiment.finish(exit_code=int(status != "completed"))
+            logger.experiment.finish(exit_code=int(status != "completed"))
         elif isinstance(logger, MLFlowLogger):
             logger.finalize(MLFLOW.get(status, "FAILED"))
 

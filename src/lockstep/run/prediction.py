@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import Heartbeat, checkpoint_io
+from lockstep.callbacks import checkpoint_io
 from lockstep.launch.atomic import replacing
 from lockstep.loading import Spec, Splits
 from lockstep.run.build import make_data, make_module, make_trainer
@@ -86,7 +86,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     if not overrides(module, "predict_step", pl.LightningModule):
         module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
     data, answers = make_data(config, splits, rank), Answers()
-    trainer = make_trainer(config, folder, [Heartbeat(), answers])
+    trainer = make_trainer(config, folder, [answers])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
     parts: list[Any] = [answers.found]

@@ -15,9 +15,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.group import of_ranks
-from lockstep.launch.watchdog import patient
-from lockstep.launch.wire import difference
+from lockstep.launch.process_group import of_ranks
 from lockstep.run.checks import ROOT
 from lockstep.run.config import Config
 
@@ -65,7 +63,6 @@ def _git(folder: Path, *command: str) -> bytes:
     return done.stdout
 
 
-@patient()
 def record(config: Config, fingerprint: str, folder: Path) -> None:
     """Writes them; rank zero calls it when a run starts or goes on."""
     content = {
@@ -102,7 +99,7 @@ def _machine(config: Config) -> dict[str, Any]:
 # --- wherever it computes ---
 
 # Keys that each machine may have its own way.
-OWN = ("outputs", "data_dir", "rdzv_endpoint", "resume", "threads", "num_workers")
+OWN = ("outputs", "data_dir", "resume", "threads", "num_workers")
 
 
 def card(config: Config, splits: Any) -> dict[str, str]:
@@ -126,6 +123,15 @@ def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
     for key, value in config.items():
         found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
     return found
+
+
+def difference(first: Mapping[str, str], other: Mapping[str, str], name: str, first_name: str) -> str:
+    """What two machines don't have alike, as a line; empty: nothing."""
+    for key in sorted(first.keys() | other.keys()):
+        here, there = first.get(key, "missing"), other.get(key, "missing")
+        if here != there:
+            return f"machines differ: {key} is {there} on {name}, {here} on {first_name}"
+    return ""
 
 
 def must_be_alike(own: Mapping[str, str]) -> None:

@@ -3,23 +3,23 @@ is its folder: its workers go on from the last.ckpt that they find in it (run/co
 same for the jobs of a sweep."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.agreement import agree
 from lockstep.launch.atomic import replacing, same_file
-from lockstep.launch.meeting import decide
+from lockstep.launch.environment import external_workers
+from lockstep.launch.process_group import of_ranks
 from lockstep.run import checks, slurm
 from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.run.checks import ROOT
-from lockstep.run.config import check_nodes
-from lockstep.run.provenance import OWN
 
 MULTIRUN = {"-m", "--multirun"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
@@ -47,21 +47,41 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     if config_name != "train":
         raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
 
-    def found() -> list[str]:
+    def found() -> tuple[list[str], str, float]:
         checkpoint = _find(run, given, flags, config_name)
         folder = checkpoint.parent.parent
         if not (folder / ".hydra" / "overrides.yaml").exists():
             raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside")
-        own = [f"resume={quoted(checkpoint)}", f"hydra.run.dir={quoted(folder)}"]
-        return [*_together(folder, given, flags), *own]
+        return _together(folder, given, flags), str(checkpoint), checkpoint.stat().st_mtime
 
-    nodes, endpoint = _machines(given)
-    if nodes == 1:  # where machines meet may be what that run was told
-        here = found()
-        told = decide("resumed", lambda: here, *_machines(here))
-    else:
-        told = decide("resumed", found, nodes, endpoint)
-    return [*_at_home(told, given), *flags]
+    saved, checkpoint = _newest_of_ranks(found)
+    return [*saved, *_at_home(Path(checkpoint)), *flags]
+
+
+def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple[list[str], str]:
+    """What `found` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
+
+    Raises:
+        Refusal: rank zero's; no rank finds anything.
+    """
+    try:
+        mine: Any = found()
+    except Refusal as refusal:
+        mine = str(refusal)
+    everywhere = of_ranks(mine)
+    usable = [each for each in everywhere if not isinstance(each, str)]
+    if not usable:
+        raise Refusal(everywhere[0])
+    saved, checkpoint, _ = max(usable, key=lambda each: each[2])
+    return saved, checkpoint
+
+
+def _at_home(checkpoint: Path) -> list[str]:
+    """The overrides of a run that goes on from a checkpoint, in its folder; on a machine that has no such folder, in
+    one of the same name in its own `outputs`."""
+    folder = checkpoint.parent.parent
+    home = quoted(folder if folder.exists() else Path("${outputs}", *folder.parts[-2:]))
+    return [f"resume={quoted(checkpoint)}", f"hydra.run.dir={home}"]
 
 
 def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
@@ -74,29 +94,8 @@ def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str],
             newest("init_from", Path(checks.folder("outputs", _composed([*given, *flags], config_name).outputs)))
         )
 
-    folder = decide("init_from", newest_run, *_machines(given))
+    folder = agree("init_from", newest_run)
     return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
-
-
-def _machines(overrides: Iterable[str]) -> tuple[int, str | None]:
-    """How many machines overrides speak of, and where they meet."""
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    nodes, endpoint = given.get("num_nodes", "1"), given.get("rdzv_endpoint", "null").strip("'\"")
-    found = int(nodes) if nodes.isdecimal() else 1, None if endpoint == "null" else endpoint
-    check_nodes(*found, "auto")
-    return found
-
-
-def _at_home(told: Sequence[str], given: Sequence[str]) -> list[str]:
-    """What the run's own machine told, here: on another one, which has no such folder, for a log in `outputs`."""
-    given_dir = next(override for override in told if key(override) == "hydra.run.dir")
-    folder = Path(str(OverridesParser.create().parse_override(given_dir).value()))
-    if folder.exists():
-        return list(told)
-    elsewhere = {"resume", "hydra.run.dir", *OWN}
-    log = f"hydra.run.dir={quoted(Path('${outputs}', *folder.parts[-2:]))}"
-    own = [override for override in given if key(override) in OWN]
-    return [*(override for override in told if key(override) not in elsewhere), *own, log]
 
 
 def sweep_overrides(arguments: Sequence[str]) -> list[str]:
@@ -144,7 +143,8 @@ def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[
     before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
     if (of_hydra := saved.with_name("hydra.yaml")).exists():
         before += config_folders(OmegaConf.load(of_hydra), flags)
-    kept = {key(override): override for override in before if key(override) != "resume"}
+    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
+    kept = {key(override): override for override in before if key(override) not in left_out}
     kept |= {key(argument): argument for argument in given}
     return list(kept.values())
 
@@ -205,12 +205,15 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
     files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
     before = {path: path.read_bytes() for path in files if path.exists()}
     last, wanted = folder / "checkpoints" / "last.ckpt", cfg.get("resume")
-    other = bool(wanted) and not slurm.worked_on(folder) and not (last.exists() and last.samefile(wanted))
+    other = bool(wanted) and not slurm.worked_on(folder) and not _same(last, Path(wanted))
     kept = last.with_name("last.before.ckpt")
     if other:
         if last.exists():
             same_file(last, kept)
-        same_file(wanted, last)
+        if Path(wanted).exists():
+            same_file(wanted, last)
+        elif Path(wanted).name != last.name:  # an older checkpoint, on another machine: its copy comes from there
+            last.unlink(missing_ok=True)
     begun = saved(folder)
     _write(files)
     try:
@@ -219,12 +222,16 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
         if saved(folder) == begun:
             _write(before)
             if other:
-                last.unlink()
+                last.unlink(missing_ok=True)
                 if kept.exists():
                     kept.rename(last)
         raise
     finally:
         kept.unlink(missing_ok=True)
+
+
+def _same(last: Path, wanted: Path) -> bool:
+    return last.exists() and wanted.exists() and last.samefile(wanted)
 
 
 def saved(folder: Path) -> tuple[int, int] | None:

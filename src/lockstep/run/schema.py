@@ -157,8 +157,6 @@ class Kept:
     model: Group = field(default_factory=dict)
     data_dir: Folder
     num_workers: FromZero | None = None
-    rdzv_endpoint: Text | None = None
-    machine_timeout: Positive = 10.0
     max_restarts: FromZero = 0
     elastic: Flag = False
     hang_timeout: Positive = 300.0

@@ -16,7 +16,6 @@ from lockstep.arithmetic.layout import counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.watchdog import patient
 from lockstep.run.config import Config
 from lockstep.run.provenance import git_info, versions
 
@@ -76,7 +75,6 @@ class RunRecord:
         self.metrics.update(logged(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]
 
-    @patient()
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         from lockstep.callbacks import Checkpoint

@@ -14,13 +14,14 @@ from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact import Damaged
 from lockstep.arithmetic.layout import Layout, Refusal, counted
-from lockstep.callbacks import DummyBatchOnEmptyRank, Heartbeat, Preemption, ReplicaConsistencyCheck, ResumeState
+from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck, ResumeState
+from lockstep.callbacks.copies import Copies, share_newest
 from lockstep.launch import logs
+from lockstep.launch.agreement import ranks_with_folder
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.group import of_rank_zero
+from lockstep.launch.process_group import is_lost_rank, of_rank_zero
 from lockstep.launch.signals import Interrupted
-from lockstep.launch.worker import is_peer_failure
 from lockstep.loading import Splits
 from lockstep.run import fast, provenance, weights
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -46,6 +47,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
+    ranks = ranks_with_folder(folder)
+    share_newest(folder, ranks)
     checkpoint, resumed = checkpoint_in(folder)
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
@@ -53,14 +56,15 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
     data = make_data(config, splits, rank)
     samples = len(splits.train)
-    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), Heartbeat(), ReplicaConsistencyCheck()]
+    callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     callbacks += [Preemption(folder)]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
-    trainer = make_trainer(config, folder, callbacks, first, ledger)
+    copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
+    trainer = make_trainer(config, folder, callbacks, first, ledger, copies)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -100,13 +104,14 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
+        error.steps = trainer.global_step  # type: ignore[attr-defined]  # for a parent whose rank zero was killed
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_peer_failure(error)
+        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_lost_rank(error)
         trained = trainer.global_step > first or environment().restarts
         if checkpoint and ours and not trained:  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error
-        if not is_peer_failure(error):  # else the one that was lost tells why, or the parent
+        if not is_lost_rank(error):  # else the one that was lost tells why, or the parent
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         raise

@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.callbacks.checkpoint_io import CheckpointError, fault, file_of_rank_zero, plain
-from lockstep.launch import group
-from lockstep.launch.watchdog import patient
+from lockstep.launch import process_group
 
 Tensors: TypeAlias = dict[str, Tensor]
 NAMED = 6  # tensors that a message names
 
 
-@patient()
 def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     """Tensors by name, of a run folder (its best checkpoint, else its last), a checkpoint of Lockstep's, Lightning's or
     torchvision's, or a bare state_dict: what torch.save wrote, read with `weights_only=True`, or .safetensors.
@@ -32,7 +30,7 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     if path.is_dir():
         path = best_in(path) or path / "checkpoints" / "best.ckpt"
     if together:
-        path = group.of_rank_zero(path)
+        path = process_group.of_rank_zero(path)
     try:
         if together:
             source = file_of_rank_zero(path, _fault)

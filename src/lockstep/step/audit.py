@@ -16,8 +16,7 @@ from lockstep.arithmetic.exact import Damaged
 from lockstep.arithmetic.layout import Layout, counted, listed
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.group import all_come, of_ranks
-from lockstep.launch.watchdog import patient
+from lockstep.launch.process_group import all_come, of_ranks
 from lockstep.step.batch import MicroBatch, StepBatch
 
 PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
@@ -111,9 +110,8 @@ def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
     """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
     then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
     that came wrong to some only is told by them."""
-    with patient():
-        if not all_come(f"a damaged sum in step {step}", MEETING_SECONDS):
-            return damaged
+    if not all_come(f"a damaged sum in step {step}", MEETING_SECONDS):
+        return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
     for away in (1, 2)[: world - 1]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import listed
-from lockstep.launch.group import of_ranks
+from lockstep.launch.process_group import of_ranks
 
 LOG = logging.getLogger("lockstep")
 LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow

@@ -7,7 +7,6 @@ would depend on what came before. Dropout draws what it draws uncompiled.
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.watchdog import patient
 
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
@@ -41,9 +39,6 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
     torch._dynamo.config.optimize_ddp = False  # it cuts a network where DDP's buckets end: no gain, where pieces add up
-    compiling = ExitStack()
-    torch._dynamo.on_compile_start(lambda _: compiling.enter_context(patient()))
-    torch._dynamo.on_compile_end(lambda _: compiling.close())
     options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
     for network in found:
         network.compile(options=options, dynamic=False)

@@ -13,7 +13,6 @@ from torch import Tensor
 from lockstep.arithmetic.exact import Damaged, ExactSum
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import batch_seed, piece_seed
-from lockstep.launch.watchdog import beat
 from lockstep.step.audit import Gradients, asked_again, trained
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
@@ -127,7 +126,6 @@ class StepPasses:
 
         def again(piece: int, device: int) -> Gradients:
             """The gradient of a piece, computed once more from the buffers as the step began."""
-            beat(step_batch.step, len(step_batch.micro_batches))
             with _apart(module, strategy, before):
                 compute(0, trainer.datamodule.again(step_batch, piece, device))
                 (found,) = strategy.piece_gradients(trained(module))
@@ -143,7 +141,6 @@ class StepPasses:
 
         try:
             for number, micro_batch in enumerate(step_batch.micro_batches):
-                beat(step_batch.step, number)
                 statistics.before()
                 seeds, batch, loss, outputs = compute(number, micro_batch)
                 statistics.after()

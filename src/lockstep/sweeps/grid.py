@@ -14,9 +14,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.launch.agreement import agree
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
-from lockstep.launch.meeting import decide
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
 from lockstep.run.cli import SweepFailed
@@ -53,7 +53,7 @@ def launch(
         of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
         label = " ".join(override for override in overrides if override not in common) or "as given"
         every.append(Job(number, folder / str(number), of_the_run, label))
-    inside = jobs.in_place(config.num_nodes)
+    inside = jobs.in_place()
     places = _places(sweep.jobs, config, inside)
     progress = Progress(len(every), sweep.metric, sweep.mode, len(places))
     missing = []
@@ -85,7 +85,7 @@ def launch(
 
     def told(job: Job) -> dict[str, Any]:
         what = f"end of {job.number} in life {environment().restarts}"
-        return dict(decide(what, lambda: summary_of(job.folder), config.num_nodes, config.rdzv_endpoint))
+        return dict(agree(what, lambda: summary_of(job.folder)))
 
     try:
         jobs.run_jobs(missing, start, progress.ended, places, told if inside else None)

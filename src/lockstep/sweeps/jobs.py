@@ -69,9 +69,9 @@ def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
 
 
-def in_place(num_nodes: int) -> bool:
+def in_place() -> bool:
     """Whether jobs run in this very process."""
-    return bool(external_workers()) or num_nodes > 1 or start_method() != "fork"
+    return bool(external_workers()) or start_method() != "fork"
 
 
 def run_jobs(

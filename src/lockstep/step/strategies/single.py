@@ -93,6 +93,11 @@ class PieceStrategy(Strategy):
         with self.precision_plugin.predict_step_context():
             return self.call("predict_step", *args, **kwargs)
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank zero writes, and so does a rank that keeps copies on its machine."""
+        if self.is_global_zero or getattr(self.checkpoint_io, "receives", False):
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """An optimizer's restored state lies in memory as its parameters do, whatever the run before used: torch's
         fused optimizers on CPU go through both in the order of storage, unasked."""

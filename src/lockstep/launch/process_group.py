@@ -1,0 +1,297 @@
+"""The default process group of a run's workers, and how its ranks share small values."""
+
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from lockstep.arithmetic.layout import Layout, Refusal, listed
+from lockstep.launch.environment import LAUNCHER, environment, export, external_workers
+from lockstep.launch.network import LOOPBACK, bound, interface_towards, resolved
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
+T = TypeVar("T")
+JOINING = timedelta(minutes=10)  # in which the workers of an engine must be there
+NAMING = 3.0  # seconds in which ranks that waited in vain say so to each other
+_stores: "list[Store]" = []  # the default group's; torch has no public getter
+
+
+def has_group(layout: Layout) -> bool:
+    """Whether workers of a layout have a process group; ddp's single worker has one, too."""
+    return layout.strategy in ("ddp", "pipeline")
+
+
+def store_socket() -> socket.socket:
+    """Return a listening socket for the store of one machine's workers; the parent makes it before it forks.
+
+    Raises:
+        Refusal: nobody can reach it. torch would try for an hour.
+    """
+    listener = bound(LOOPBACK)
+    try:
+        socket.create_connection(listener.getsockname()[:2], timeout=10).close()
+    except OSError as error:
+        raise Refusal(f"workers can't meet at {LOOPBACK}: {error.strerror}; is that network interface up?") from None
+    return listener
+
+
+def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
+    """Start the default process group of workers that our parent has forked. Rank zero serves the store.
+
+    Args:
+        listener: of `store_socket`, the same in all workers.
+        timeout: seconds after which a collective that a rank does not join fails.
+    """
+    import torch
+    from torch.distributed import TCPStore
+
+    gpu = layout.accelerator == "gpu"
+    if gpu:
+        torch.cuda.set_device(environment().local_rank)
+    wait = timedelta(seconds=timeout)
+    if environment().rank == 0:
+        store = _served(listener, wait)
+    else:
+        port = listener.getsockname()[1]
+        listener.close()
+        store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
+    _use_interface(LOOPBACK, several=False)
+    _start(gpu, store, wait)
+
+
+def join_external() -> None:
+    """Start the default process group of workers that an engine has started, unless it runs: several of them are ranks
+    from here on, until they leave. Lightning would make it without gloo on GPUs, and numbers on the CPU are summed too.
+
+    Afterwards each process has its place in torchrun's variables, whichever engine started it: Lightning and others
+    read them. torchrun's own store remembers the ranks of a group that died, and a restarted gloo group that meets it
+    hangs in about half of the trials. So rank zero opens a fresh one, and publishes its port through torchrun's.
+    """
+    import torch
+    from torch.distributed import TCPStore, is_initialized
+
+    if external_workers() <= 1 or is_initialized():
+        return
+    here, world = environment(), environment().world_size
+    address, port = here.master_addr or _address_of_rank_zero(), here.master_port
+    address = resolved(address, port)
+    _use_interface(address, several=here.num_nodes > 1)
+    agent = _agents_store()
+    if here.rank == 0:
+        store = _served(_listener(address, 0 if agent else port), JOINING)
+        if agent:
+            agent.set("port", str(store.port))
+    else:
+        port = _port(agent, address) if agent else port
+        store = TCPStore(address, port, world, timeout=JOINING, wait_for_workers=False)
+    _take_place(store, address, port)
+    gpu = torch.cuda.is_available()
+    if gpu and environment().local_rank < torch.cuda.device_count():  # who has none is refused later
+        torch.cuda.set_device(environment().local_rank)
+    _start(gpu, store, JOINING)
+
+
+def use_timeout(seconds: float) -> None:
+    """Let the collectives of external workers fail after so many seconds without one of the ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.set_timeout(timedelta(seconds=seconds))
+
+
+def _address_of_rank_zero() -> str:
+    """Where nobody says it: under SLURM the first host of the step, as Lightning has it; MPI on one machine: here."""
+    if nodes := environment().slurm_nodes:
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        return SLURMEnvironment.resolve_root_node_address(nodes)
+    return LOOPBACK
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    """A socket for rank zero's store, on this address only, where torch would listen on all that the machine has."""
+    try:
+        return bound(address, port)
+    except OSError as error:
+        raise Refusal(
+            f"rank zero can't listen at {address}:{port} ({error.strerror}): MASTER_ADDR must be an address of its "
+            "machine, and MASTER_PORT a free port there"
+        ) from None
+
+
+def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
+    from torch.distributed import TCPStore
+
+    address, port, *_ = listener.getsockname()
+    return TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _take_place(store: "Store", address: str, port: int) -> None:
+    """Write this worker's place in torchrun's variables; where the engine does not count the workers of a machine,
+    their host names do."""
+    here = environment()
+    store.set(f"host/{here.rank}", platform.node())
+    hosts = [store.get(f"host/{rank}").decode() for rank in range(here.world_size)]
+    same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
+    counted_by_engine = here.local_world_size > 0
+    alone = here.own_gpu  # it sees one GPU, so to torch it is a machine
+    machine = here.rank if alone else list(dict.fromkeys(hosts)).index(platform.node())
+    export(
+        RANK=str(here.rank),
+        WORLD_SIZE=str(here.world_size),
+        LOCAL_RANK=str(0 if alone else here.local_rank if counted_by_engine else same.index(here.rank)),
+        LOCAL_WORLD_SIZE=str(here.local_world_size if counted_by_engine else len(same)),
+        GROUP_RANK=os.environ.get("GROUP_RANK", str(machine)),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID=here.run_id or here.slurm_job or str(here.launcher),
+        **{LAUNCHER: str(here.launcher)},
+    )
+
+
+def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    rank, world = environment().rank, environment().world_size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    _stores[:] = [store]
+
+
+def _use_interface(address: str, several: bool) -> None:
+    """Makes gloo, and NCCL between machines, talk on the interface that leads to rank zero and on no other. Else gloo
+    takes what this machine's own name stands for, which may be a loopback address."""
+    if device := interface_towards(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+        if several:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
+
+
+def _port(agent: "Store", address: str) -> int:
+    """That of rank zero's store, as soon as somebody listens: what is published first may be the port of a group that
+    died."""
+    deadline = time.monotonic() + JOINING.total_seconds()
+    while True:
+        port = int(agent.get("port"))
+        try:
+            socket.create_connection((address, port), timeout=10).close()
+            return port
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _agents_store() -> "Store | None":
+    """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
+    must keep a store."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    here = environment()
+    if not here.agent_store:
+        return None
+    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOINING)
+    return PrefixStore(f"lockstep/{here.run_id}", store)
+
+
+def leave_group() -> None:
+    """Ends the process group, if there is one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- ranks that are lost ---
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether an error of this rank only says that another one is gone, or did not come: torch's own errors, and those
+    of gloo, which are plain RuntimeErrors that name gloo's source."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a collective waited for as long as it may."""
+    return re.search(r"[Tt]imed out|[Tt]imeout", str(error)) is not None
+
+
+def ranks_that_hang(timeout: float) -> str:
+    """Return a line that names the ranks which did not arrive at a collective, after one has timed out here.
+
+    Each rank that waited writes a key into the group's store; those without a key did not arrive.
+    """
+    return did_not_arrive(sorted(_silent_ranks()), timeout)
+
+
+def did_not_arrive(ranks: Sequence[int], timeout: float, where: str = "") -> str:
+    """Return a line that names ranks which hang; `where` says more, if it is known."""
+    who = f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}" if ranks else "a rank"
+    cause = where or "it hangs or is stopped, or a link is cut"
+    return f"{who} did not arrive within {timeout:g} s (hang_timeout): {cause}"
+
+
+def _silent_ranks() -> set[int]:
+    import torch.distributed as dist
+
+    missing = set(range(dist.get_world_size()))
+    if not _stores:  # the group existed before us
+        return set()
+    store, until = _stores[0], time.monotonic() + NAMING
+    missing.discard(dist.get_rank())
+    try:
+        store.set_timeout(timedelta(seconds=NAMING))
+        store.set(f"arrived/{dist.get_rank()}", "")
+        while missing and time.monotonic() < until:
+            missing -= {rank for rank in missing if store.check([f"arrived/{rank}"])}
+            time.sleep(0.1)
+    except dist.DistError:  # rank zero, which serves it
+        return {0}
+    return missing
+
+
+def all_come(what: str, seconds: float) -> bool:
+    """Whether all ranks call this with the same words within so many seconds. Those that don't are not held up."""
+    from torch.distributed import DistError
+
+    if not _stores:  # the group was there before us
+        return False
+    names = [f"{what} {rank}" for rank in range(environment().world_size)]
+    try:
+        _stores[0].set(names[environment().rank], "")
+        _stores[0].wait(names, timedelta(seconds=seconds))
+    except DistError:
+        return False
+    return True
+
+
+# --- values of ranks ---
+
+
+def of_rank_zero(value: T) -> T:
+    """Rank zero's value, in a worker; of a process that is no worker, its own."""
+    return of_ranks(value)[0]
+
+
+def of_ranks(value: T) -> list[T]:
+    """All ranks' values, by rank, in a worker; of a process that is no worker, its own."""
+    import torch.distributed as dist
+
+    join_external()
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
