@@ -67,9 +67,12 @@ def users_line(trace: str) -> str:
 def last_frame(stack: str) -> str:
     """Where a process was whose stack faulthandler has written: in the user's own code, if it was there; else in the
     function that it was in. Empty without a stack."""
-    frames = re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', stack, re.MULTILINE)  # the latest first
-    mine = [frame for frame in frames if _is_users(frame[0])]
-    return f"at {_shown(*(mine or frames)[0])}" if frames else ""
+    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]  # the main one comes last
+    own = [re.split(r'^ *File ".+/launch/worker.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
+    calls = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in own]
+    mine = [call for thread in calls for call in thread if _is_users(call[0])]
+    latest = mine or (calls[-1] if calls else [])
+    return f"at {_shown(*latest[0])}" if latest else ""
 
 
 def _is_users(file: str) -> bool:

@@ -15,7 +15,7 @@ from lockstep.launch import logs
 from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import has_group, is_lost_rank, is_timeout, join_group, leave_group, ranks_that_hang
+from lockstep.launch.process_group import did_not_arrive, has_group, is_lost_rank, is_timeout, join_group, leave_group
 from lockstep.launch.signals import Interrupted, end_children, let_in, record_signal, set_parent_death_signal
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -89,7 +89,7 @@ def _failure(error: BaseException, hang_timeout: float) -> Answer:
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return Answer(Outcome("waited", ranks_that_hang(hang_timeout), steps=steps))
+            return Answer(Outcome("waited", did_not_arrive([], hang_timeout), steps=steps))
         time.sleep(VICTIM_SECONDS)
         return Answer(Outcome("victim", "lost the connection to another worker", steps=steps))
     if isinstance(error, WorkerFailed):  # which names the worker
