@@ -37,6 +37,7 @@ from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, end_children, forwarding, held, tell_children
 from lockstep.launch.worker import Answer
 
+LOST = "lost the connection to another rank, whose machine or log says why"
 GRACE_SECONDS = 5  # between telling the workers to end and killing them
 TELLING = ("refused", "failed", "waited", "victim", "interrupted", "completed")  # which of several ends is the run's
 
@@ -102,9 +103,11 @@ def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, h
         with logs.failure_told():
             return work(*args)
     except Exception as error:
-        if is_lost_rank(error) and is_timeout(error):
-            raise WorkerFailed(ranks_that_hang(hang_timeout)) from error
-        raise
+        if not is_lost_rank(error):
+            raise
+        failed = WorkerFailed(ranks_that_hang(hang_timeout) if is_timeout(error) else LOST)
+        failed.victim = True
+        raise failed from error
     finally:
         end_children()
 

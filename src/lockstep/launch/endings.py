@@ -16,6 +16,7 @@ class WorkerFailed(Exception):
 
     steps = 0  # optimizer steps that the workers had made, as far as one of them said so
     local_rank = 0  # of the worker
+    victim = False  # whether it failed because it lost another one, which has the reason
     without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
     right = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
 

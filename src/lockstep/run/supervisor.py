@@ -14,7 +14,6 @@ from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
-from lockstep.launch.process_group import is_lost_rank
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
 from lockstep.run.arguments import given
@@ -108,7 +107,7 @@ def _with_devices(config: Config, devices: int) -> Config:
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
     """Writes the summary of a run whose workers could not, or names the root cause in the one that they wrote; `before`
     is that of the run which this one goes on with."""
-    if external_workers() and is_lost_rank(error):
+    if isinstance(error, WorkerFailed) and error.victim:
         time.sleep(VICTIM_SECONDS)
         if (written := summary_of(folder)) != before and written.get("status") == "failed":
             return  # the rank that was lost has written why
