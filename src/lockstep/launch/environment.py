@@ -67,6 +67,12 @@ class Environment:
     own_gpu: bool  # and whether a GPU, so that it sees no other one
 
     @property
+    def started_by(self) -> str:
+        """The engine, as people call it."""
+        names = {"mpi": "mpirun", "slurm": "srun", "env": "the launcher", "group": "the process group's owner"}
+        return names.get(self.launcher or "", self.launcher or "nobody")
+
+    @property
     def num_nodes(self) -> int:
         """Machines of the world; of workers that are not spread evenly, one."""
         even = self.local_world_size and self.world_size % self.local_world_size == 0

@@ -75,9 +75,16 @@ def join_external() -> None:
     hangs in about half of the trials. So rank zero opens a fresh one, and publishes its port through torchrun's.
     """
     import torch
-    from torch.distributed import TCPStore, is_initialized
+    import torch.distributed as dist
+    from torch.distributed import TCPStore
 
-    if external_workers() <= 1 or is_initialized():
+    if external_workers() <= 1:
+        return
+    if dist.is_initialized():
+        if LAUNCHER not in os.environ:  # the group is older than this run
+            hosts = [""] * dist.get_world_size()
+            dist.all_gather_object(hosts, platform.node())
+            _take_place(hosts, environment().master_addr or LOOPBACK, environment().master_port)
         return
     here, world = environment(), environment().world_size
     address, port = here.master_addr or _address_of_rank_zero(), here.master_port
@@ -91,7 +98,9 @@ def join_external() -> None:
     else:
         port = _port(agent, address) if agent else port
         store = TCPStore(address, port, world, timeout=JOINING, wait_for_workers=False)
-    _take_place(store, address, port)
+    store.set(f"host/{here.rank}", platform.node())
+    hosts = [store.get(f"host/{rank}").decode() for rank in range(world)]
+    _take_place(hosts, address, port)
     gpu = torch.cuda.is_available()
     if gpu and environment().local_rank < torch.cuda.device_count():  # who has none is refused later
         torch.cuda.set_device(environment().local_rank)
@@ -135,12 +144,10 @@ def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     )
 
 
-def _take_place(store: "Store", address: str, port: int) -> None:
+def _take_place(hosts: Sequence[str], address: str, port: int) -> None:
     """Write this worker's place in torchrun's variables; where the engine does not count the workers of a machine,
-    their host names do."""
+    the names of the ranks' hosts do."""
     here = environment()
-    store.set(f"host/{here.rank}", platform.node())
-    hosts = [store.get(f"host/{rank}").decode() for rank in range(here.world_size)]
     same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
     counted_by_engine = here.local_world_size > 0
     alone = here.own_gpu  # it sees one GPU, so to torch it is a machine
@@ -265,6 +272,28 @@ def _silent_ranks() -> set[int]:
     except dist.DistError:  # rank zero, which serves it
         return {0}
     return missing
+
+
+def rank_zero_ends_with(line: str) -> bool:
+    """Whether this rank need not print its last line, because rank zero ends with the same one. What all ranks refuse
+    is printed once, and what one of them meets by itself is printed by that one."""
+    from torch.distributed import DistError
+
+    if external_workers() <= 1 or not _stores:
+        return False
+    store, own = _stores[0], environment().rank
+    others = [f"line/{rank}" for rank in range(1, environment().world_size)]
+    try:
+        store.set_timeout(timedelta(seconds=NAMING))
+        if own:
+            same = store.get("line/0").decode() == line
+            store.set(f"line/{own}", "read")
+            return same
+        store.set("line/0", line)
+        store.wait(others)  # rank zero serves the store, so it ends last
+    except DistError:
+        pass
+    return False
 
 
 def all_come(what: str, seconds: float) -> bool:

@@ -134,10 +134,9 @@ def set_parent_death_signal(parent: int) -> None:
 def end_children() -> None:
     """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
     them at exit, and then wait for them for ever."""
-    reports = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process is killed
-    children = [child for child in multiprocessing.active_children() if child.daemon]
-    for child in children:
-        child.kill()
-    for child in children:
-        child.join()
-    signal.signal(signal.SIGCHLD, reports)
+    with handling(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
+        children = [child for child in multiprocessing.active_children() if child.daemon]
+        for child in children:
+            child.kill()
+        for child in children:
+            child.join()

@@ -26,7 +26,7 @@ from lockstep.launch.agreement import agree, ranks_with_folder
 from lockstep.launch.endings import users_line
 from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.process_group import join_external
+from lockstep.launch.process_group import join_external, rank_zero_ends_with
 from lockstep.launch.signals import Interrupted
 from lockstep.run import arguments, checks, resume, slurm
 from lockstep.run.arguments import keyed
@@ -54,7 +54,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     export(**{STARTED: str(began)})
     import_quickly()
     code, said = run(job, config_name)
-    if said:
+    if said and not rank_zero_ends_with(said):
         print(said, file=sys.stderr)
     leave(code)
 

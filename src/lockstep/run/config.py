@@ -131,7 +131,7 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
     for key, count in there.items():
         if raw.get(key, 1) != count and (raw.get(key, 1) != 1 or key in given):
             raise Refusal(
-                f"{key}={show(raw[key])}: {environment().launcher} has started {counted(workers, 'worker')} on "
+                f"{key}={show(raw[key])}: {environment().started_by} has started {counted(workers, 'worker')} on "
                 f"{counted(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
             )
     return {**raw, **there}

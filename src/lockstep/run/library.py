@@ -17,13 +17,14 @@ from omegaconf import OmegaConf
 from lockstep import began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import WorkerFailed
-from lockstep.launch.environment import STARTED, export
+from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT
 
+FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
 PROGRAM = "from lockstep.run import library; library._run()"
 
 
@@ -65,11 +66,14 @@ def train(config: Composed) -> dict[str, Any]:
         lockstep.launch.agent.WorkerFailed: the run failed.
         KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
     """
+    environment.cache_clear()  # a process group may have been made since
     if not isinstance(config, Composed):
         raise Refusal("train() takes what compose() returns")
     now = compose(*config.overrides)
     if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
         raise Refusal(f"{changed[0]} was changed after compose(): give it there, as on the command line")
+    if external_workers():
+        return _train_in_place(config)
     answers, answer = Pipe(duplex=False)
     command = [sys.executable, "-c", PROGRAM, str(answer.fileno()), str(os.getpid()), *config.overrides]
     path = os.pathsep.join(filter(None, sys.path))  # what this process can import
@@ -86,13 +90,37 @@ def train(config: Composed) -> dict[str, Any]:
             code, said, summary = answers.recv()
         except EOFError:
             raise WorkerFailed("the run's process was killed") from None
-    if code == cli.REFUSED:
-        raise Refusal(said.removeprefix("error: "))
-    if code > 128:
-        raise KeyboardInterrupt(said)
-    if code:
-        raise WorkerFailed(said.removeprefix("error: "))
+    _raise_for(code, said)
     return dict(summary)
+
+
+def _train_in_place(config: Composed) -> dict[str, Any]:
+    """As `train`, in a worker that an engine has started (Ray Train): each of them calls it."""
+    summary: dict[str, Any] = {}
+
+    def job(raw: dict[str, Any], folder: Path) -> None:
+        summary.update(supervisor.train(raw, folder), folder=str(folder))
+
+    arguments, full = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = ["src/train.py", *config.overrides]
+    try:
+        code, line = cli.run(job, "train")
+    finally:
+        sys.argv = arguments
+        os.environ.pop(FULL_ERROR)
+        os.environ.update({FULL_ERROR: full} if full else {})
+    _raise_for(code, line)
+    return summary
+
+
+def _raise_for(code: int, line: str) -> None:
+    """Raise what an exit code of the command stands for; `line` is the one that it ends with."""
+    if code == cli.REFUSED:
+        raise Refusal(line.removeprefix("error: "))
+    if code > 128:
+        raise KeyboardInterrupt(line)
+    if code:
+        raise WorkerFailed(line.removeprefix("error: "))
 
 
 def _run() -> None:
