@@ -281,7 +281,7 @@ def rank_zero_ends_with(line: str) -> bool:
 
     if external_workers() <= 1 or not _stores:
         return False
-    store, own = _stores[0], environment().rank
+    store, own, line = _stores[0], environment().rank, line.partition("\n")[0]
     others = [f"line/{rank}" for rank in range(1, environment().world_size)]
     try:
         store.set_timeout(timedelta(seconds=NAMING))
