@@ -108,7 +108,6 @@ class ArrayDataset:
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels")
-        # numpy, not torch, does the work here: the parent opens data, and must not run torch's parallel operations
         self.images = torch.from_numpy(np.ascontiguousarray(images))
         self.labels = torch.from_numpy(labels.astype(np.int64))
 
