@@ -1,10 +1,10 @@
 """Runs a function in the worker processes that a layout needs.
 
 Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so its main thread
-never runs a parallel operation (user code is called in another one: own_thread.py) or touches CUDA, and may fork. A forked worker starts in a fraction of a second with everything
-imported. The parent ends the machine's workers when one dies, and brings their results back. Each machine has a parent
-of its own; launch/meeting.py says which ranks are its. Under `torchrun` (or several SLURM tasks) the workers exist
-already: the function then runs in place.
+never runs a parallel operation (user code is called in another one: own_thread.py) or touches CUDA, and may fork. A
+forked worker starts in a fraction of a second with everything imported. The parent ends the machine's workers when one
+dies, and brings their results back. Each machine has a parent of its own; launch/meeting.py says which ranks are its.
+Under `torchrun` (or several SLURM tasks) the workers exist already: the function then runs in place.
 """
 
 import multiprocessing

@@ -58,7 +58,8 @@ class Source:
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
     `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
     `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
-    A run begins with what is said in `about`.
+    A run begins with what is said in `about`. `divided` says that the opener has cut all samples into train, val and
+    test by itself: `evaluate.py` tests all of them where they are not those of the training.
     """
 
     train: Any
@@ -67,6 +68,7 @@ class Source:
     val: Any = None
     held_out: Any = None
     about: str = ""
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Splits:
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
         balanced: whether an epoch has equally many samples of each class.
         mix: None, or what mixes the samples of a piece: from images and labels to images and labels [n, classes].
+        about, divided: the source's.
     """
 
     train: Any
@@ -89,6 +92,7 @@ class Splits:
     balanced: bool = False
     mix: Any = None
     about: str = ""
+    divided: bool = False
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Which training samples make up each step; raises as `labels_of`, where they are balanced."""

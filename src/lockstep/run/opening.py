@@ -56,7 +56,8 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         labels_of(train)  # refused here, where it can't say them
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
-    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None, about=source.about)
+    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
+    splits = replace(splits, about=source.about, divided=source.divided)
     splits = with_transforms(splits, listed)
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:

@@ -65,7 +65,8 @@ def image_folder(
         what = "split by data.val_fraction, data.test_fraction and data.split_seed"
     layout = ", ".join(f"{name}/" for name in there) or "a folder per class"
     about = f"image_folder: {layout} in {root}{what and f'; {what}'}"
-    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val, about=about)
+    spec = image_spec(image_size, channels, mean, std, classes)
+    return Source(train, test, spec, val, about=about, divided=not there)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:

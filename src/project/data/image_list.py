@@ -67,7 +67,8 @@ def image_list(
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
     check_headers([files])
-    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val)
+    spec = image_spec(image_size, channels, mean, std, classes)
+    return Source(train, test, spec, val, divided="split" not in rows[0])
 
 
 def read(file: Path) -> list[dict[str, Any]]:
