@@ -83,6 +83,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
         ),
         ("synthetic", {"sampling": "even"}, "data.sampling=even: must be 'balanced'"),
         ("image_folder", {"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
+        ("image_folder", {"skip_broken": "no"}, "data.skip_broken=no: must be true or false"),
         ("image_folder", {"mean": ["a", "b", "c"]}, "mean=['a', 'b', 'c']"),
         ("image_folder", {"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
         ("image_folder", {"std": 0}, "data.std=0: must be 3 numbers"),
