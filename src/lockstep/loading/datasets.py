@@ -98,6 +98,24 @@ class Splits:
         """Which training samples make up each step; raises as `labels_of`, where they are balanced."""
         return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
 
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The number of samples of train, val and test; None where there is no such split."""
+        parts = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: None if part is None else len(part) for name, part in parts.items()}
+
+    def class_counts(self) -> dict[str, int] | None:
+        """The number of training samples of each class, by its name in the order of the labels. None where the data set
+        can't tell its labels without making samples, or has labels that are no numbers of its classes."""
+        try:
+            labels = labels_of(self.train)
+        except Refusal:
+            return None
+        if labels.min() < 0 or labels.max() >= self.spec.num_classes:
+            return None
+        counts = np.bincount(labels, minlength=self.spec.num_classes)
+        return dict(zip(self.spec.classes, counts.tolist(), strict=True))
+
 
 class ArrayDataset:
     """A data set in memory. A batch is one gather, not a Python call per sample.
@@ -180,7 +198,7 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     batched = hasattr(dataset, "__getitems__")
     if not vars(type(dataset)).get("draws", True):
         found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
-        return default_collate(found) if isinstance(found, list) else found
+        return _collated(dataset, found) if isinstance(found, list) else found
     items = []
     with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
@@ -191,4 +209,17 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
             if not isinstance(found, list):
                 return dataset.__getitems__(ids)
             items += found
-    return default_collate(items)
+    return _collated(dataset, items)
+
+
+def _collated(dataset: Any, items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except TypeError as error:  # torch's line, which names what it can't collate, is long
+        item = items[0]
+        parts = item if isinstance(item, tuple | list) else [item]
+        kinds = ", ".join(type(part).__module__.partition(".")[0] + "." + type(part).__name__ for part in parts)
+        raise Refusal(
+            f"data: an item of {type(dataset).__name__} is ({kinds.replace('builtins.', '')}): must be (image, label), "
+            "the image a uint8 or float tensor [C, H, W]; torchvision.transforms.v2.PILToTensor() makes it of a PIL one"
+        ) from error

@@ -44,7 +44,13 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}")
+        wrong = f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}"
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            raise Refusal(f"{wrong}: docs/own.md shows a function that does")
+        raise Refusal(
+            f"{wrong}: name a function of yours (docs/own.md) with the lines: train = {made}(...); test = {made}(...); "
+            "return Source(train, test, Spec(channels, image_size, classes))"
+        )
     if source.val is not None:
         train, val = source.train, source.val
     else:
