@@ -8,16 +8,17 @@ from lockstep.run import cli
 
 def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     """One evaluation: find the checkpoint, open its data, launch the workers, which test."""
-    from lockstep.run.evaluation import config_of, must_match, recorded
+    from lockstep.run.evaluation import config_of, must_match, recorded, with_tested
     from lockstep.run.evaluation import evaluate as work
     from lockstep.run.opening import open_data
     from lockstep.run.supervisor import run_in_workers
 
+    split = raw.pop("split")
     checkpoint, record = recorded(raw)
     config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)
     must_match(checkpoint, record, splits.spec)
-    return run_in_workers(work, config, splits, folder)
+    return run_in_workers(work, config, with_tested(splits, split, raw, record), folder)
 
 
 if __name__ == "__main__":

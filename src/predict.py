@@ -5,25 +5,32 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.own_thread import in_own_thread
 from lockstep.run import cli
 from lockstep.run.checks import whole
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
     """One prediction: find the checkpoint and the images, launch the workers, which write predictions.csv."""
-    from lockstep.run.opening import as_evaluated
     from lockstep.run.prediction import as_splits, config_and_spec
     from lockstep.run.prediction import predict as work
     from lockstep.run.supervisor import run_in_workers
-    from project.data import ImageFiles
 
     images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(raw)
     if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
         raise Refusal(f"top_k={top_k}: the model knows {spec.num_classes} classes")
-    files = ImageFiles(images, spec.image_size, spec.channels)
-    splits = as_splits(spec, as_evaluated(files, config.data, spec))
+    splits = as_splits(spec, open_images(images, config, spec))
     return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
+
+
+@in_own_thread  # it calls user code, and the parent forks
+def open_images(images: Any, config: Any, spec: Any) -> Any:
+    """The images to be predicted, after the transforms of evaluation."""
+    from lockstep.run.opening import as_evaluated
+    from project.data import ImageFiles
+
+    return as_evaluated(ImageFiles(images, spec.image_size, spec.channels), config.data, spec)
 
 
 if __name__ == "__main__":

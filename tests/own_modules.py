@@ -445,3 +445,34 @@ class MultiLabel(LitDigits):
 class Regression(LitDigits):
     def predict_step(self, batch, batch_idx):
         return self(batch[0])[:, 0] - 5
+
+
+class Norms(LitDigits):
+    """Its BatchNorm gets one value per channel of a sample."""
+
+    def __init__(self, hidden: int = 16, lr: float = 0.1, hides: bool = False):
+        super().__init__(hidden, lr)
+        self.hides = hides  # forward can't be tried on images alone
+        self.net.insert(2, nn.BatchNorm1d(hidden))
+
+    def forward(self, x, again=None):
+        if self.hides and again is None:
+            raise TypeError("again is missing")
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0], True), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/acc", (self(batch[0], True).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.validation_step(batch, batch_idx)
+
+
+class WideNorms(Norms):
+    """Its BatchNorm gets many values per channel of a sample."""
+
+    def __init__(self, hidden: int = 16, lr: float = 0.1):
+        super().__init__(hidden, lr)
+        self.net = nn.Sequential(nn.BatchNorm2d(1), *self.net[:2], *self.net[3:])

@@ -156,8 +156,8 @@ def spoil(root: Path, how: str) -> None:
         ("spelled otherwise", ["has a folder Testing: is it one of train, val, test?"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
-        ("unreadable", ["cat/3.png can't be read as an image"]),
-        ("deep", ["cat/6.tiff has 32-bit pixels: save it with 8"]),
+        ("unreadable", ["2 of 24 image files", "cat/3.png", "cat/4.png: repair or remove them, or data.skip"]),
+        ("deep", ["1 of 25 image files", "cat/6.tiff (32-bit pixels: save it with 8): repair or remove it"]),
     ],
 )
 def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
@@ -165,6 +165,36 @@ def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[st
     with pytest.raises(Refusal) as error:
         image_folder(str(tmp_path))
     assert all(word in one_line(error) for word in words), one_line(error)
+
+
+def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
+    """Seven whose header or tail is broken: the others are what they would be without these."""
+    for part in ("train", "test"):
+        write_images(tmp_path / "broken", (part,), each=20)
+    clean = shutil.copytree(tmp_path / "broken", tmp_path / "clean")
+    rows = []
+    for number in range(7):
+        file = tmp_path / "broken" / "train" / "cat" / f"{number}.png"
+        file.write_bytes(b"" if number < 6 else file.read_bytes()[:-60])
+        (clean / "train" / "cat" / file.name).unlink()
+    for folder in (tmp_path / "broken", clean):
+        rows = [f"{file.relative_to(folder)},{file.parent.name}" for file in sorted(folder.rglob("*.png"))]
+        (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
+    for name, listed in (("image_folder", {}), ("image_list", {"csv": str(tmp_path / "broken" / "list.csv")})):
+        with pytest.raises(Refusal) as error:
+            open_data(config(name, **listed), str(tmp_path / "broken"))
+        said = one_line(error)
+        assert "6 of 80 image files" in said
+        assert "cat/4.png and 1 more: repair or remove them, or data.skip_broken=true" in said
+        found = open_data(config(name, **listed, skip_broken=True), str(tmp_path / "broken"))
+        assert "7 files left out, which can't be decoded: " in found.about
+        assert "cat/4.png and 2 more" in found.about
+        csv = {"csv": str(clean / "list.csv")} if listed else {}
+        assert found.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint
+    for file in (tmp_path / "broken" / "train" / "cat").iterdir():
+        file.write_bytes(b"")
+    with pytest.raises(Refusal, match=r"no image in .*train/cat can be decoded"):
+        open_data(config("image_folder", skip_broken=True), str(tmp_path / "broken"))
 
 
 def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from small_data import arrays, config, one_line
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, load
 from lockstep.loading import Source, Spec
-from lockstep.loading.datasets import fingerprint
+from lockstep.loading.datasets import fetch, fingerprint
 from lockstep.run.config import check
 from lockstep.run.evaluation import evaluate
 from lockstep.run.library import compose
@@ -74,6 +75,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
         ("synthetic", {"num_classes": 1}, "data.num_classes=1"),
         ("synthetic", {"sampels": 4}, "did you mean samples"),
         ("synthetic", {"transforms": {"test": []}}, "data.transforms.test: there is no such key"),
+        ("synthetic", {"transforms": "ta"}, "data/transforms=ta, with a slash; known: none, rand_augment"),
         ("synthetic", {"mix": "mixin"}, "data.mix=mixin: must be 'mixup' or 'cutmix'"),
         ("synthetic", {"mix_alpha": 0.2}, "data.mix_alpha=0.2: nothing is mixed"),
         (
@@ -83,6 +85,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
         ),
         ("synthetic", {"sampling": "even"}, "data.sampling=even: must be 'balanced'"),
         ("image_folder", {"channels": 2}, "data.channels=2: must be 1 (grey) or 3 (RGB)"),
+        ("image_folder", {"skip_broken": "no"}, "data.skip_broken=no: must be true or false"),
         ("image_folder", {"mean": ["a", "b", "c"]}, "mean=['a', 'b', 'c']"),
         ("image_folder", {"mean": [0.5]}, "data.mean=[0.5]: must be 3 numbers, one per channel"),
         ("image_folder", {"std": 0}, "data.std=0: must be 3 numbers"),
@@ -93,3 +96,39 @@ def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], sa
     with pytest.raises(Refusal) as error:
         open_data(config(name, **changes), "nowhere")
     assert says in one_line(error), one_line(error)
+
+
+class Pictures(list[Any]):
+    """A map-style data set whose images are Pillow's, as torchvision's are without a transform."""
+
+    def __init__(self) -> None:
+        super().__init__([(Image.new("L", (4, 4)), 0), (Image.new("L", (4, 4)), 1)] * 4)
+
+
+def of_pictures() -> Source:
+    return Source(Pictures(), None, Spec(1, 4, ("a", "b")))
+
+
+def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
+    with pytest.raises(Refusal) as error:
+        open_data({"_target_": f"{__name__}.Pictures"}, "nowhere")
+    assert "docs/own.md" in one_line(error)
+    assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
+    with pytest.raises(Refusal, match=r"must return a lockstep\.loading\.Source, not Fraction: docs/own\.md"):
+        open_data({"_target_": "fractions.Fraction"}, "nowhere")
+    pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
+    with pytest.raises(Refusal) as error:
+        fetch(pictures.train, np.arange(2))
+    assert "an item of Pictures is (PIL.Image, int): must be (image, label), the image a uint8" in one_line(error)
+
+
+def test_sizes_and_class_counts() -> None:
+    """For the start-up lines; the classes' counts only where the data set tells its labels without making a sample."""
+    found = open_data(config("synthetic", samples=30, num_classes=3, val_fraction=0.1), "nowhere")
+    assert found.sizes == {"train": 27, "val": 3, "test": 6}
+    counts = found.class_counts()
+    assert counts is not None
+    assert (sum(counts.values()), list(counts)) == (27, ["0", "1", "2"])
+    assert counts == dict(zip("012", np.bincount([int(label) for _, label in found.train]).tolist(), strict=True))
+    unknown = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
+    assert (unknown.sizes, unknown.class_counts()) == ({"train": 7, "val": 1, "test": None}, None)

@@ -1,10 +1,10 @@
 """Runs a function in the worker processes that a layout needs.
 
-Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so it never runs
-a parallel operation or touches CUDA, and may fork. A forked worker starts in a fraction of a second with everything
-imported. The parent has no other thread while it forks: rank zero serves the store at which the workers meet. It ends
-all workers when one dies, and returns their result. On several machines an engine has started the workers already
-(launch/environment.py): the function then runs in place.
+Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so its main thread
+never runs a parallel operation (user code is called in another one: own_thread.py) or touches CUDA, and may fork. A
+forked worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks:
+rank zero serves the store at which the workers meet. It ends all workers when one dies, and returns their result. On
+several machines an engine has started the workers already (launch/environment.py): the function then runs in place.
 """
 
 import multiprocessing

@@ -58,7 +58,8 @@ class Source:
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
     `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
     `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
-    A run begins with what is said in `about`.
+    A run begins with what is said in `about`. `divided` says that the opener has cut all samples into train, val and
+    test by itself: `evaluate.py` tests all of them where they are not those of the training.
     """
 
     train: Any
@@ -67,6 +68,7 @@ class Source:
     val: Any = None
     held_out: Any = None
     about: str = ""
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Splits:
         fingerprint: SHA-256 of the data (see `fingerprint`), in hex.
         balanced: whether an epoch has equally many samples of each class.
         mix: None, or what mixes the samples of a piece: from images and labels to images and labels [n, classes].
+        about, divided: the source's.
     """
 
     train: Any
@@ -89,10 +92,29 @@ class Splits:
     balanced: bool = False
     mix: Any = None
     about: str = ""
+    divided: bool = False
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
         """Which training samples make up each step; raises as `labels_of`, where they are balanced."""
         return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The number of samples of train, val and test; None where there is no such split."""
+        parts = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: None if part is None else len(part) for name, part in parts.items()}
+
+    def class_counts(self) -> dict[str, int] | None:
+        """The number of training samples of each class, by its name in the order of the labels. None where the data set
+        can't tell its labels without making samples, or has labels that are no numbers of its classes."""
+        try:
+            labels = labels_of(self.train)
+        except Refusal:
+            return None
+        if labels.min() < 0 or labels.max() >= self.spec.num_classes:
+            return None
+        counts = np.bincount(labels, minlength=self.spec.num_classes)
+        return dict(zip(self.spec.classes, counts.tolist(), strict=True))
 
 
 class ArrayDataset:
@@ -108,7 +130,6 @@ class ArrayDataset:
     def __init__(self, images: NDArray[np.uint8], labels: NDArray[Any]) -> None:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels")
-        # numpy, not torch, does the work here: the parent opens data, and must not run torch's parallel operations
         self.images = torch.from_numpy(np.ascontiguousarray(images))
         self.labels = torch.from_numpy(labels.astype(np.int64))
 
@@ -177,7 +198,7 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     batched = hasattr(dataset, "__getitems__")
     if not vars(type(dataset)).get("draws", True):
         found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
-        return default_collate(found) if isinstance(found, list) else found
+        return _collated(dataset, found) if isinstance(found, list) else found
     items = []
     with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
@@ -188,4 +209,17 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
             if not isinstance(found, list):
                 return dataset.__getitems__(ids)
             items += found
-    return default_collate(items)
+    return _collated(dataset, items)
+
+
+def _collated(dataset: Any, items: list[Any]) -> Any:
+    try:
+        return default_collate(items)
+    except TypeError as error:  # torch's line, which names what it can't collate, is long
+        item = items[0]
+        parts = item if isinstance(item, tuple | list) else [item]
+        kinds = ", ".join(type(part).__module__.partition(".")[0] + "." + type(part).__name__ for part in parts)
+        raise Refusal(
+            f"data: an item of {type(dataset).__name__} is ({kinds.replace('builtins.', '')}): must be (image, label), "
+            "the image a uint8 or float tensor [C, H, W]; torchvision.transforms.v2.PILToTensor() makes it of a PIL one"
+        ) from error

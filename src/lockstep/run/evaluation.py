@@ -1,11 +1,15 @@
 """Tests a checkpoint on any layout, as a run of its own."""
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import ConcatDataset
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import DummyBatchOnEmptyRank, checkpoint_io
@@ -24,10 +28,12 @@ from lockstep.run.targets import must_be_named
 from lockstep.run.weights import best_in
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
+SPLITS = ("train", "val", "test")
 NAMED = 5  # classes or files that a message names
 CARRIED = ("model", "data", "optimizer", "scheduler")  # groups of the training that an evaluation takes over
 VALUES = ("seed", "lr", "data_dir")
 
+LOG = logging.getLogger("lockstep")
 check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
 
 
@@ -71,7 +77,8 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
 
     def found() -> list[Any]:
         path = find_checkpoint(raw)
-        record = {name: record_of(path)[name] for name in ("config", "spec")}
+        whole = record_of(path)
+        record = {"config": whole["config"], "spec": whole["spec"], "fingerprint": whole.get("fingerprint")}
         try:
             json.dumps(record)  # as other machines get it
         except (TypeError, ValueError, RecursionError) as error:
@@ -151,6 +158,34 @@ def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
         raise Refusal(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
 
 
+def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
+    """The splits, with what shall be tested in the place of the test set, and `about` saying so.
+
+    Images that are not those of the training belong to no split: where `raw` names their folder or data set, and the
+    opener has cut them into splits by itself, all of them are tested.
+
+    Args:
+        split: train, val, test or all; None: `test`, or `all` for such images.
+
+    Raises:
+        Refusal: another name, or the data set has no such split.
+    """
+    parts = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
+    names_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
+    if split is None:
+        other = splits.divided and names_data and splits.fingerprint != record.get("fingerprint")
+        split = "all" if other else "test"
+    if split not in (*SPLITS, "all"):
+        raise Refusal(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
+    if split != "all" and split not in parts:
+        others = " or ".join(f"split={name}" for name in parts)
+        raise Refusal(f"split={split}: this data set has no such images; {others}")
+    tested = ConcatDataset(parts.values()) if split == "all" else parts[split]
+    count, total = len(tested), sum(map(len, parts.values()))
+    which = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
+    return replace(splits, test=tested, about=f"tested: {which}")
+
+
 def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
@@ -176,4 +211,6 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
     run.fitted()
     run.tested()
+    if rank == 0 and splits.about:
+        LOG.info("%s", splits.about)
     return run.finish("completed", None)

@@ -1,18 +1,17 @@
 """Opens the data set that a config names: once, in the parent, so that forked workers share its memory."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
+from lockstep.launch.own_thread import in_own_thread
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.loading.transforms import image_of, moments, transformed
@@ -23,6 +22,7 @@ from lockstep.run.schema import Data
 check_data = checker(Data)
 
 
+@in_own_thread  # it calls user code, and the parent forks
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
     """The splits of a data set, downloaded where that is needed and possible.
 
@@ -44,7 +44,13 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}")
+        wrong = f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}"
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            raise Refusal(f"{wrong}: docs/own.md shows a function that does")
+        raise Refusal(
+            f"{wrong}: name a function of yours (docs/own.md) with the lines: train = {made}(...); test = {made}(...); "
+            "return Source(train, test, Spec(channels, image_size, classes))"
+        )
     if source.val is not None:
         train, val = source.train, source.val
     else:
@@ -56,25 +62,14 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         labels_of(train)  # refused here, where it can't say them
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
     digest = hashlib.sha256("".join(parts).encode()).hexdigest()
-    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None, about=source.about)
-    with one_thread():
-        splits = with_transforms(splits, listed)
-        splits = replace(splits, mix=mixing(mix, alpha, splits))
+    splits = Splits(train, val, source.test, source.spec, digest, augment, sampling is not None)
+    splits = replace(splits, about=source.about, divided=source.divided)
+    splits = with_transforms(splits, listed)
+    splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:
         size = f"the images' {splits.spec.image_size} pixels"
         raise Refusal(f"data.augment.crop={augment.crop}: must be less than {size}")
     return splits
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch computes in this thread alone: after a parallel operation, a process can't be forked."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
@@ -130,9 +125,8 @@ def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
     """Images that are to be predicted, after the transforms of evaluation; `config` is the `data` group."""
-    with one_thread():
-        transforms = make_transforms("eval", config.get("transforms") or {}, spec)
-        found = transformed(images, transforms, "data.transforms.eval")
+    transforms = make_transforms("eval", config.get("transforms") or {}, spec)
+    found = transformed(images, transforms, "data.transforms.eval")
     shape, wanted = tuple(found[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
     if shape != wanted:
         sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Share, Text, Whole
+from lockstep.run.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Share, Text, Whole, options
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -25,6 +25,14 @@ def filled(value: Any) -> Any:
 def compile_mode(value: Any) -> Any:
     """What true and false mean for torch.compile."""
     return ("default" if value else None) if isinstance(value, bool) else value
+
+
+def no_file(value: Any) -> Any:
+    """A group that the command line gives in full; the name of its file stands after a slash."""
+    if isinstance(value, str):
+        known = ", ".join(options("data/transforms"))
+        raise ValueError(f"must be lists; a file of them is data/transforms={value}, with a slash; known: {known}")
+    return value
 
 
 Group: TypeAlias = dict[str, Any]
@@ -59,7 +67,7 @@ class Data(TypedDict, total=False):
     val_fraction: Fraction
     split_seed: FromZero
     augment: Augment | None
-    transforms: Transforms | None
+    transforms: Annotated[Transforms | None, BeforeValidator(no_file)]
     mix: Literal["mixup", "cutmix"] | None
     mix_alpha: Positive | None
     sampling: Literal["balanced"] | None

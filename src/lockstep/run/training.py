@@ -28,6 +28,7 @@ from lockstep.run.build import make_callbacks, make_data, make_module, make_trai
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.ledger import Ledger
+from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
 from lockstep.step.finite import NonFinite
@@ -54,6 +55,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
     begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
+    check_batch_norms(config, splits, module)
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
@@ -114,6 +116,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if not is_lost_rank(error):  # else the one that was lost tells why, or the parent
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
+        if OF_TORCH in str(error):
+            raise refusal(config, samples) from error
         raise
     return run.finish("completed", None)
 

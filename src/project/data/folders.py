@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import Source
-from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, image_spec, split
+from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 OTHERWISE = {"train", "training", "val", "valid", "validation", "test", "testing"}  # that are hardly classes
@@ -28,6 +28,7 @@ def image_folder(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    skip_broken: bool = False,
 ) -> Source:
     """Images under `<data_dir>/train/<class>/`, and `test/` or `val/` or both beside it; without `test/` nothing is
     tested. Or all of them under `<data_dir>/<class>/`: these are split. conf/data/image_folder.yaml tells the options.
@@ -36,6 +37,8 @@ def image_folder(
         Refusal: folders or images that are missing, differ in their classes, or can't be read.
     """
     image_spec(image_size, channels, mean, std, ())  # bad options first
+    if not isinstance(skip_broken, bool):
+        raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     root = Path(data_dir)
     if not root.is_dir():
         raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
@@ -56,7 +59,16 @@ def image_folder(
         if differing := sorted(set(classes) ^ set(others)):
             odd = f"only {'train' if differing[0] in classes else name}/ has {differing[0]}"
             raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
-    check_headers([part for part, _ in found.values()])
+    left_out = ""
+    if skip_broken:
+        ids, left_out = decodable([part for part, _ in found.values()])
+        found = {name: (part.part(good), classes) for (name, (part, _)), good in zip(found.items(), ids, strict=True)}
+        for name, (part, _) in found.items():
+            if empty := sorted(set(range(len(classes))) - set(part.labels.tolist())):
+                raise Refusal(f"image_folder: no image in {root / name / classes[empty[0]]} can be decoded")
+        files = found[there[0] if there else ""][0]
+    else:
+        check_headers([part for part, _ in found.values()])
     if there:
         train, val, test = (found[name][0] if name in found else None for name in PARTS)
         what = "nothing is tested" if test is None else "a part of train/ validates" if val is None else ""
@@ -64,8 +76,9 @@ def image_folder(
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
         what = "split by data.val_fraction, data.test_fraction and data.split_seed"
     layout = ", ".join(f"{name}/" for name in there) or "a folder per class"
-    about = f"image_folder: {layout} in {root}{what and f'; {what}'}"
-    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val, about=about)
+    about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
+    spec = image_spec(image_size, channels, mean, std, classes)
+    return Source(train, test, spec, val, about=about, divided=not there)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:

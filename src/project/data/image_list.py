@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.loading.datasets import Source
-from project.data.labelled import PARTS, LabelledFiles, check_headers, image_spec, split
+from project.data.labelled import PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 COLUMNS = ("path", "label", "split")
 
@@ -25,6 +25,7 @@ def image_list(
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
     split_seed: int = 0,
+    skip_broken: bool = False,
 ) -> Source:
     """Images that a CSV file lists, in its columns `path` (relative to the file's folder) and `label`. A third one,
     `split`, says train, val or test; without it they are split by class, and without val a part of train is held out.
@@ -34,6 +35,8 @@ def image_list(
         Refusal: the file, a column, a path or a label is missing; or there is only one class.
     """
     image_spec(image_size, channels, mean, std, ())  # bad options first
+    if not isinstance(skip_broken, bool):
+        raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     if not isinstance(csv, str):
         raise Refusal("data.csv must be given: data.csv=<file>, with the columns path and label")
     file = Path(csv).expanduser().absolute()
@@ -48,6 +51,13 @@ def image_list(
             raise Refusal(
                 f"{at}: there is no file {file.parent / row['path']}; paths are relative to the list's folder"
             )
+    about = ""
+    if skip_broken and rows:
+        names, none = np.array([row["path"] for row in rows]), np.zeros(len(rows), dtype=np.int64)
+        every = LabelledFiles(file.parent, names, none, image_size, channels)
+        (good,), left_out = decodable([every])
+        rows = [rows[index] for index in good]
+        about = left_out and f"image_list: {left_out}"
     labels = {row["label"] for row in rows}
     classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     if len(classes) < 2:
@@ -66,8 +76,10 @@ def image_list(
             train, val, _ = split(train, val_fraction, 0, split_seed)
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
-    check_headers([files])
-    return Source(train, test, image_spec(image_size, channels, mean, std, classes), val)
+    if not skip_broken:
+        check_headers([files])
+    spec = image_spec(image_size, channels, mean, std, classes)
+    return Source(train, test, spec, val, about=about, divided="split" not in rows[0])
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.launch.machine import cores
 from lockstep.loading.datasets import Spec
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
@@ -23,6 +25,8 @@ DEEP = "32-bit pixels: save it with 8"
 MOMENTS = {1: ((0.449,), (0.226,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 PARTS = ("train", "val", "test")  # as folders and columns call them
 CHECKED_FILES, CHECK_SECONDS = 20_000, 10.0
+NAMED = 5  # files that a message names
+SKIP = "data.skip_broken=true to leave such files out"
 
 
 @dataclass(eq=False)
@@ -49,7 +53,10 @@ class LabelledFiles:
         return self.decoded(index, None)
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
-        return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
+        try:
+            return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
+        except Refusal as refusal:
+            raise Refusal(f"{refusal}: repair or remove it, or {SKIP}") from refusal
 
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
@@ -154,17 +161,47 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
     """Opens images spread over all parts, as many as time allows: a broken file should not end a run after an hour.
 
     Raises:
-        Refusal: naming the first that can't be read.
+        Refusal: naming the first of those that can't be read, and their number.
     """
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
+    checked, broken = 0, []
     for path in (part.path(index) for part in parts for index in range(0, len(part), stride)):
+        checked += 1
         try:
             with Image.open(path) as image:
-                deep = too_deep(image)
+                if too_deep(image):
+                    broken.append(f"{path} ({DEEP})")
         except UNREADABLE:
-            raise Refusal(f"{path} can't be read as an image: repair or remove it") from None
-        if deep:
-            raise Refusal(f"{path} has {DEEP}")
+            broken.append(str(path))
         if time.monotonic() > stop:
             break
+    if broken:
+        files = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {first_of(broken)}"
+        raise Refusal(f"{files}: repair or remove {'it' if len(broken) == 1 else 'them'}, or {SKIP}")
+
+
+def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], str]:
+    """Decodes all images of all parts as a run would, on all cores. Returns of each part the images that can be
+    decoded, and a text that counts the others."""
+    paths = [part.path(index) for part in parts for index in range(len(part))]
+    kinds = [MODES[part.channels] for part in parts for _ in range(len(part))]
+    with ThreadPoolExecutor(cores()) as pool:
+        whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
+    broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
+    text = f"{counted(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"
+    borders = np.cumsum([len(part) for part in parts])[:-1]
+    return [np.flatnonzero(part) for part in np.split(whole, borders)], text if broken else ""
+
+
+def _can_be_decoded(path: Path, mode: str) -> bool:
+    try:
+        decode(path, None, mode)
+    except Refusal:
+        return False
+    return True
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:NAMED]) + f" and {len(names) - NAMED:,} more" * (len(names) > NAMED)
