@@ -126,6 +126,10 @@ class DataModule(pl.LightningDataModule):
         joins every collective, and its result must be forgotten."""
         return not self._chunks(getattr(self.splits, split))
 
+    def samples_here(self, split: str) -> int:
+        """How many samples of `val` or `test` this process evaluates."""
+        return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
+
     def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
         dataset = self._set(split)
         return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
