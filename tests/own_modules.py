@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import MaxMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.step.memory import limit_memory
@@ -349,6 +350,55 @@ class Logs(LitDigits):
         self.log(f"{stage}/best", losses.min(), reduce_fx="min")
         if (y == 0).all():  # of few batches
             self.log(f"{stage}/rare", losses.mean())
+
+
+class Remembers(LitDigits):
+    """Its validation draws, counts and collects, and what it trains on follows from that."""
+
+    def extend(self):
+        self.register_buffer("drawn", torch.zeros(()))
+        self.best = MaxMetric()
+        self.validated, self.outputs = 0, []
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.drawn + self.validated / 10)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.drawn += torch.rand(())
+        self.validated += 1
+        self.outputs.append(float(self.drawn))
+        self.best.update(1 / self.validated)
+
+    def on_validation_epoch_end(self):
+        self.log("val/best", self.best.compute())
+        self.log("val/outputs", float(len(self.outputs)))
+
+
+class Underscores(LitDigits):
+    """Its metrics have other names than the front page's."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val_acc": 0.5, "val_loss": 1.0})
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("no step is made")
+
+
+class Follows(Underscores):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Shy(LitDigits):
+    """Logs its best metric in earnest only."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 1.0)
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
 
 
 # --- of the project's classifier --------------------------------------------------------------------------------------

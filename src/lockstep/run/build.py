@@ -14,15 +14,16 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
+from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
 from lockstep.launch.watchdog import patient
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate
+from lockstep.run.instantiate import call, instantiate, parameters
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, monitored, optimization, refuse_unused, smallest_piece, total_steps
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
 from lockstep.step.audit import Audit
@@ -165,7 +166,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
             raise Refusal(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
-    return [*made.values(), OptimizerCheck(config)]
+    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
+    used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
+    scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
+    return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]
 
 
 def make_trainer(
@@ -201,7 +205,7 @@ def make_trainer(
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep)],
-        num_sanity_val_steps=int(bool(monitored(config))),
+        num_sanity_val_steps=0,  # see MonitorCheck
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
