@@ -165,7 +165,7 @@ def labels_of(dataset: Any) -> Ids:
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
-    """The collated samples `ids` of a map-style dataset.
+    """The samples `ids` of a map-style dataset, collated by its own `collate_fn`, if it has one, else by torch's.
 
     Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
     worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
@@ -175,9 +175,10 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
     while type(dataset) is Subset:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     batched = hasattr(dataset, "__getitems__")
+    collate = getattr(dataset, "collate_fn", default_collate)
     if not vars(type(dataset)).get("draws", True):
         found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
-        return default_collate(found) if isinstance(found, list) else found
+        return collate(found) if isinstance(found, list) else found
     items = []
     with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
@@ -188,4 +189,4 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
             if not isinstance(found, list):
                 return dataset.__getitems__(ids)
             items += found
-    return default_collate(items)
+        return collate(items)

@@ -1,6 +1,5 @@
 """Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, is_plain
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter
 from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
@@ -107,12 +106,6 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             raise Refusal(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
-    if odd := [name for name, value in module.hparams.items() if not is_plain(value)]:
-        held = ", ".join(f"{name} ({type(module.hparams[name]).__name__})" for name in odd)
-        raise Refusal(
-            f"{named}: its hyperparameters hold {held}, and a checkpoint holds plain data only: "
-            f"save_hyperparameters(ignore={json.dumps(odd)})"
-        )
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32

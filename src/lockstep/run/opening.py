@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.loading.lightning_data import source_of
 from lockstep.loading.transforms import image_of, moments, transformed
 from lockstep.run.checks import checker
 from lockstep.run.instantiate import instantiate
@@ -42,9 +44,13 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     listed = options.pop("transforms", None) or {}
     mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
     source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
+    if isinstance(source, pl.LightningDataModule):
+        with one_thread():
+            source = source_of(source, split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        raise Refusal(f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}")
+        right = "a lockstep.loading.Source or a LightningDataModule"
+        raise Refusal(f"data._target_={config['_target_']}: must return {right}, not {made}")
     if source.val is not None:
         train, val = source.train, source.val
     else:

@@ -158,16 +158,29 @@ def settings(config: Config, samples: int) -> dict[str, Any]:
 
 
 def refuse_unused(config: Config) -> None:
-    """Refusal: a key was given that the module's constructor has no argument for."""
+    """Refusal: a key was given that the module's constructor has no argument for, or whose argument the model's file
+    gives."""
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
     for key in config.given:
         group = key.partition(".")[0]
-        if group in OFFERED and takes.isdisjoint(OFFERED[group]):
+        if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
+            continue
+        if own := [name for name in OFFERED[group] if name in takes]:
             raise Refusal(
-                f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
-                f"its constructor a parameter {OFFERED[group][0]}"
+                f"{key}: the model has its own {own[0]}, so this would change nothing: model.{own[0]} changes it"
             )
+        raise Refusal(
+            f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
+            f"its constructor a parameter {OFFERED[group][0]}"
+        )
+
+
+def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> list[float]:
+    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
+    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
 
 
 class OptimizerCheck(pl.Callback):
