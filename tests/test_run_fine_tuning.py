@@ -230,7 +230,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     model.net.logits.requires_grad_(False)
     weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"], ["net.log*"])  # which trains later
     weights.refuse_frozen("init_from=x", model, begun.fresh, [])  # frozen by its own code
-    with pytest.raises(Refusal, match="init_from=x: has no net.logits.weight, net.logits.bias, and model.freeze"):
+    with pytest.raises(Refusal, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"):
         weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"])
 
 
