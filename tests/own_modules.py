@@ -8,7 +8,20 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
+from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 from lockstep.step.memory import limit_memory
 from project.models import ImageClassifier, MnistCNN
@@ -317,6 +330,251 @@ def flip(tensor):
     tensor.view(-1).view(torch.int64 if tensor.element_size() == 8 else torch.int32)[7] ^= 1 << 12
 
 
+class Logs(LitDigits):
+    """Logs in all the ways that Lightning has, without a word of ranks."""
+
+    def validation_step(self, batch, batch_idx):
+        self.scores("val", *batch)
+
+    def test_step(self, batch, batch_idx):
+        self.scores("test", *batch)
+        self.seen += len(batch[0])
+
+    def on_test_start(self):
+        self.seen = 0
+
+    def on_test_epoch_end(self):
+        self.log("test/constant", 3.0)
+        self.log("test/samples", float(self.seen), reduce_fx="sum", sync_dist=True)
+        self.log("test/own_mean", self.seen / 10)  # which no reduction over ranks makes right
+
+    def scores(self, stage, x, y):
+        logits = self(x)
+        losses = F.cross_entropy(logits, y, reduction="none")
+        right = (logits.argmax(1) == y).float()
+        self.accuracy(logits, y)
+        self.log(f"{stage}/acc", self.accuracy)
+        self.log(f"{stage}/plain", right.mean(), prog_bar=True)
+        self.log(f"{stage}/synced", right.mean(), sync_dist=True, on_step=True, on_epoch=True)
+        self.log_dict({f"{stage}/loss": losses.mean(), f"{stage}/sized": losses.mean()}, batch_size=len(x))
+        self.log(f"{stage}/right", right.sum(), reduce_fx="sum")
+        self.log(f"{stage}/worst", losses.max(), reduce_fx="max")
+        self.log(f"{stage}/best", losses.min(), reduce_fx="min")
+        if (y == 0).all():  # of few batches
+            self.log(f"{stage}/rare", losses.mean())
+
+
+class Remembers(LitDigits):
+    """Its validation draws, counts and collects, and what it trains on follows from that."""
+
+    def extend(self):
+        self.register_buffer("drawn", torch.zeros(()))
+        self.best = MaxMetric()
+        self.validated, self.outputs = 0, []
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + self.drawn + self.validated / 10)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.drawn += torch.rand(())
+        self.validated += 1
+        self.outputs.append(float(self.drawn))
+        self.best.update(1 / self.validated)
+
+    def on_validation_epoch_end(self):
+        self.log("val/best", self.best.compute())
+        self.log("val/outputs", float(len(self.outputs)))
+
+
+class Underscores(LitDigits):
+    """Its metrics have other names than the front page's."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val_acc": 0.5, "val_loss": 1.0})
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("no step is made")
+
+
+class Follows(Underscores):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+
+class Shy(LitDigits):
+    """Logs its best metric in earnest only."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", 1.0)
+        if not self.trainer.sanity_checking:
+            super().validation_step(batch, batch_idx)
+
+
+# --- of lightning-hydra-template's shape ------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    def __init__(self, size: int, hidden: int, classes: int):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(size, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, classes)
+        )
+
+    def forward(self, x):
+        return self.layers(x.flatten(1))
+
+
+class Templated(pl.LightningModule):
+    """All that it is made of stands in its hyperparameters."""
+
+    def __init__(self, net: nn.Module, optimizer, scheduler, compile: bool):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net = net
+        self.criterion = nn.CrossEntropyLoss()
+        for stage in ("train", "val", "test"):
+            setattr(self, f"{stage}_acc", MulticlassAccuracy(CLASSES, average="micro"))
+            setattr(self, f"{stage}_loss", MeanMetric())
+        self.val_acc_best = MaxMetric()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def on_train_start(self):
+        self.val_loss.reset()
+        self.val_acc.reset()
+        self.val_acc_best.reset()
+
+    def model_step(self, batch):
+        x, y = batch
+        logits = self.forward(x)
+        return self.criterion(logits, y), logits.argmax(1), y
+
+    def scored(self, stage, batch):
+        loss, preds, targets = self.model_step(batch)
+        mean, accuracy = getattr(self, f"{stage}_loss"), getattr(self, f"{stage}_acc")
+        mean(loss)
+        accuracy(preds, targets)
+        self.log(f"{stage}/loss", mean, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.scored("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.scored("val", batch)
+
+    def on_validation_epoch_end(self):
+        self.val_acc_best(self.val_acc.compute())
+        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
+
+    def test_step(self, batch, batch_idx):
+        self.scored("test", batch)
+
+    def setup(self, stage):
+        if self.hparams.compile and stage == "fit":
+            self.net = torch.compile(self.net)
+
+    def configure_optimizers(self):
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        if self.hparams.scheduler is None:
+            return {"optimizer": optimizer}
+        follows = {"monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.hparams.scheduler(optimizer=optimizer), **follows},
+        }
+
+
+class Drawn(Dataset):
+    def __init__(self, samples: int, transform):
+        self.transform = transform
+        self.labels = torch.arange(samples) % CLASSES
+        pixels = torch.rand(samples, SIZE, SIZE, 1, generator=torch.Generator().manual_seed(1))
+        self.pixels = ((pixels + self.labels.view(-1, 1, 1, 1) / CLASSES) * 127).byte().numpy()
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.transform(self.pixels[index]), int(self.labels[index])
+
+
+class TemplatedData(pl.LightningDataModule):
+    def __init__(self, data_dir: str = "data/", splits=(90, 9, 18), batch_size: int = 64, num_workers: int = 0):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.transforms = Compose([ToTensor(), Normalize((0.3,), (0.4,))])
+        self.data_train = self.data_val = self.data_test = None
+        self.batch_size_per_device = batch_size
+
+    @property
+    def num_classes(self):
+        return CLASSES
+
+    def prepare_data(self):
+        Drawn(1, self.transforms)
+
+    def setup(self, stage=None):
+        if self.trainer is not None:
+            self.batch_size_per_device = self.hparams.batch_size // self.trainer.world_size
+        if not self.data_train and not self.data_val and not self.data_test:
+            torch.rand(100_000).mul(2)  # computed in parallel, before workers are forked
+            parts = ConcatDataset([Drawn(90, self.transforms), Drawn(27, self.transforms)])
+            self.data_train, self.data_val, self.data_test = random_split(parts, self.hparams.splits)
+
+    def loader(self, dataset, shuffle=False):
+        return DataLoader(dataset, batch_size=self.batch_size_per_device, shuffle=shuffle, num_workers=2)
+
+    def train_dataloader(self):
+        return self.loader(self.data_train, shuffle=True)
+
+    def val_dataloader(self):
+        return self.loader(self.data_val)
+
+    def test_dataloader(self):
+        return self.loader(self.data_test)
+
+
+def as_dict(samples):
+    x, y = default_collate(samples)
+    return {"x": x, "y": y}
+
+
+class DictData(TemplatedData):
+    def loader(self, dataset, shuffle=False):
+        return DataLoader(dataset, batch_size=8, collate_fn=as_dict)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+class StreamData(TemplatedData):
+    def loader(self, dataset, shuffle=False):
+        return DataLoader(Stream(), batch_size=8)
+
+
+class WeightedData(TemplatedData):
+    def loader(self, dataset, shuffle=False):
+        return DataLoader(dataset, batch_size=8, sampler=WeightedRandomSampler([1.0] * len(dataset), len(dataset)))
+
+
+class BatchedData(TemplatedData):
+    def loader(self, dataset, shuffle=False):
+        return DataLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 8, False))
+
+
+class MovedData(TemplatedData):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
 # --- of the project's classifier --------------------------------------------------------------------------------------
 
 
@@ -409,6 +667,9 @@ class Past(LitDigits):
 class WholeLoss(LitDigits):
     def forward(self, x):
         return self.net(x).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        """It comes before the first step, too."""
 
     def training_step(self, batch, batch_idx):
         return self(batch[0])

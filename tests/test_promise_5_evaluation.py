@@ -10,6 +10,7 @@ import torch
 from conftest import Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_runs import jobs, train
 from test_callbacks_dashboard import Board
 from torch import Tensor
 
@@ -88,3 +89,26 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
     metrics, expected = summary_of(run.jobs[0])["metrics"], trained.summary["metrics"]
     assert metrics["test/correct"] == expected["test/correct"]
     assert metrics["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-6)
+
+
+def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tmp_path: Path) -> None:
+    """Also of ranks with unequal parts, or with none; what no reduction makes right is named on the console, once."""
+    few = ("data.val_fraction=0.03", "hang_timeout=60", "callbacks.checkpoint.monitor=val/plain")  # three samples
+    runs = jobs(project, tmp_path / "several", "Logs", *few, "strategy=ddp,dp,pipeline", "devices=2")
+    swept = train(project, tmp_path / "ranks", "Logs", *few, "devices=1,3,4", "-m")
+    one, *others = [summary_of(job)["metrics"] for job in swept.jobs]
+    others += [run.summary["metrics"] for run in runs]
+    varied = {"test/own_mean", "train_loss"}  # the latter is the last piece's of rank zero
+    assert {"val/rare", "val/worst", "test/synced", "test/synced_epoch"} <= one.keys()
+    for metrics in others:
+        assert metrics.keys() == one.keys()
+        for name in one.keys() - varied:
+            assert metrics[name] == pytest.approx(one[name], rel=1e-9), name
+    for stage, count in (("val", 3), ("test", 18)):
+        assert one[f"{stage}/plain"] == one[f"{stage}/synced"] == pytest.approx(one[f"{stage}/acc"], rel=1e-6)
+        assert one[f"{stage}/right"] == pytest.approx(count * one[f"{stage}/plain"], rel=1e-6)
+        assert one[f"{stage}/best"] < one[f"{stage}/loss"] == one[f"{stage}/sized"] < one[f"{stage}/worst"]
+    assert (one["test/constant"], one["test/samples"]) == (3.0, 18.0)
+    said = "test/own_mean: logged in on_test_epoch_end, and not the same on all ranks"
+    assert [line for line in swept.stderr.splitlines() if "not the same" in line and said not in line] == []
+    assert swept.stderr.count(said) == 1, "on four ranks, which have 6 and 3 samples"

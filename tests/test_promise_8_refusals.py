@@ -357,6 +357,15 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) ->
     assert said == f"{tmp_path}/model/mine.yaml:3: no YAML: could not find expected ':'"
 
 
+def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("_target_: project.models.MnistCNN\n")
+    run = Program(tmp_path / "outputs")(f"hydra.searchpath=[file://{tmp_path}]", "model=mine", ok=False)
+    must_be_refused(
+        run, "model.name: conf/model/mine.yaml has no name, which a run is called by: add a line name: mine"
+    )
+
+
 def test_what_only_the_first_step_can_refuse_leaves_nothing_either(run_train: Program) -> None:
     auto = ("accumulate_grad_batches=auto", "memory_budget=1", "data.image_size=64", "batch_size=8")
     run = run_train("data=synthetic", "strategy=ddp", "devices=2", *auto, ok=False)

@@ -91,6 +91,10 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     for overrides, says in [
         (("init_from=nowhere",), "error: init_from=nowhere: no such file"),
         (
+            ("model.freeze=[net.logits.w*]",),
+            "error: init_from=base: has no net.logits.weight, and model.freeze would keep them random: leave them out",
+        ),
+        (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
             "error: callbacks.unfreeze.epoch: of what is frozen net.*5.*",
         ),
@@ -207,10 +211,27 @@ def test_weights_are_read_from_whatever_holds_them(tmp_path: Path) -> None:
     for name, save in kinds.items():
         model = fast_cnn(num_classes=4)
         save(tmp_path / name)
-        said = weights.begin("init_from", model, str(tmp_path / name))
-        assert said == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
+        begun = weights.begin("init_from", model, str(tmp_path / name))
+        assert begun.message == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
         assert all((value == 2).all() for key, value in model.state_dict().items() if "logits" not in key)
         assert not (model.net.logits.weight == 2).any()
+
+
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    torch.save(fast_cnn().net.state_dict(), tmp_path / "bare.pth")
+    model = fast_cnn(num_classes=4)
+    sizes = {name: each.numel() for name, each in model.named_parameters()}
+    model.net.conv1.requires_grad_(False)
+    begun = weights.begin("init_from", model, str(tmp_path / "bare.pth"))
+    frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
+    logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
+    counted = weights.parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
+    assert counted == (sum(sizes.values()) - frozen, frozen, logits)
+    model.net.logits.requires_grad_(False)
+    weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"], ["net.log*"])  # which trains later
+    weights.refuse_frozen("init_from=x", model, begun.fresh, [])  # frozen by its own code
+    with pytest.raises(Refusal, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"):
+        weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"])
 
 
 def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> None:

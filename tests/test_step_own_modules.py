@@ -135,7 +135,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
         ("precision=32-true",),
         {
             "Twice": "configure_optimizers returned several optimizers: a step has one",
-            "Keeps": "mine.Keeps: its hyperparameters hold net (Flatten), and a checkpoint holds",
             "OwnData": "mine.OwnData: its train_dataloader would not be asked",
             "AfterBackward": "its on_after_backward would see the gradient of a piece",
             "Moves": "its transfer_batch_to_device would see a whole step instead of a batch",

@@ -1,8 +1,10 @@
 """When a checkpoint is written, and which one is the best."""
 
+import difflib
 import logging
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ class Checkpoint(LightningCheckpoint):
         record: plain data kept in each checkpoint under `lockstep`: config, the data's fingerprint, versions.
 
     Attributes:
+        monitor, mode: as given.
         best_score: the monitored metric of the best; None: there is none.
         seconds: time that training stood still for saving, on this rank.
         saved: the step after which `last.ckpt` was written last.
@@ -54,8 +57,8 @@ class Checkpoint(LightningCheckpoint):
         self.saved = -1
         self._last, self._best = (Path(folder) / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
         self._every = every
-        self._monitor = monitor
-        self._mode = mode
+        self.monitor = monitor
+        self.mode = mode
         self._record = record or {}
         self._best_step = -1
         self._validated = -1  # the step after which it was done last
@@ -105,9 +108,8 @@ class Checkpoint(LightningCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
-        if self._monitor is not None and expected and self._monitor not in names:
-            logged = ", ".join(names) or "nothing"
-            raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
+        if self.monitor is not None and expected and self.monitor not in names:
+            raise Refusal(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._unapplied:  # of a run that was stopped early; by now they are applied
@@ -120,10 +122,10 @@ class Checkpoint(LightningCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self._monitor, "mode": self._mode, **kept}
+        return {"monitor": self.monitor, "mode": self.mode, **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (state_dict["monitor"], state_dict["mode"]) == (self._monitor, self._mode):  # else scores can't be compared
+        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode):  # else scores can't be compared
             self.best_score, self._best_step = state_dict["best_score"], state_dict["best_step"]
 
     # --- the best ---
@@ -141,14 +143,14 @@ class Checkpoint(LightningCheckpoint):
 
     def _improved(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; if so, it is the new best score."""
-        metric = trainer.callback_metrics.get(self._monitor or "")
+        metric = trainer.callback_metrics.get(self.monitor or "")
         if metric is None:
             return False
         # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.
         score = float(trainer.strategy.broadcast(float(torch.as_tensor(metric))))
         # Of equals the later one: with few validation samples the highest score comes early, by luck.
         best = score if self.best_score is None else self.best_score
-        if math.isnan(score) or (score < best if self._mode == "max" else score > best):
+        if math.isnan(score) or (score < best if self.mode == "max" else score > best):
             return False
         self.best_score, self._best_step = score, trainer.global_step
         return True
@@ -157,3 +159,20 @@ class Checkpoint(LightningCheckpoint):
 def _writes(trainer: Any) -> bool:
     """Whether this rank has the run's checkpoints, or copies of them, on its machine."""
     return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "receives", False))
+
+
+def nothing_logs(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
+    """Return the message that nothing logs a metric, with what is logged and what to write instead.
+
+    Args:
+        key: what names the metric.
+        mode: `max` or `min`, where the key has a `mode` beside it.
+    """
+    names = sorted(logged)
+    said = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
+    alike = [name for name in names if name.startswith("val") == metric.startswith("val")]
+    near = [*difflib.get_close_matches(metric, alike, n=1), *alike]
+    if not near:
+        return said
+    worse = mode == "max" and any(word in near[0] for word in ("loss", "err"))
+    return f"{said}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse

@@ -7,22 +7,25 @@ byte in the weights would load and train. `load` looks.
 import io
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.kept import keep
 from lockstep.callbacks.untrusted import archive_fault, claim_fault
 from lockstep.launch.atomic import replacing
 from lockstep.launch.process_group import of_rank_zero
+
+HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
 
 class CheckpointError(Refusal):
@@ -135,6 +138,8 @@ def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str
 
 def is_plain(value: Any) -> bool:
     """Whether `save` would write a value: it holds only plain data and tensors."""
+    if isinstance(value, nn.Module):  # which need not be written to see that
+        return False
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -142,6 +147,11 @@ def is_plain(value: Any) -> bool:
         return False
     buffer.seek(0)
     return not _code(buffer)
+
+
+def not_plain(values: Mapping[str, Any]) -> list[str]:
+    """The names of the values that `save` would not write."""
+    return [name for name, value in values.items() if not is_plain(value)]
 
 
 class LedgerWriter(Protocol):
@@ -178,6 +188,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self._ledger, self._number, self._copies = ledger, number, copies
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
+        self._not_plain: list[str] | None = None  # hyperparameters that are left out
         self.loaded_step: int | None = None  # of the checkpoint loaded last
         self.receives = copies is not None and copies.receives  # whether this rank writes what rank zero sends
 
@@ -186,6 +197,11 @@ class AtomicCheckpointIO(CheckpointIO):
         if self._copies is not None and self.receives:
             self.then(self._copies.receive, Path(path))
             return
+        if isinstance(hyperparameters := checkpoint.get(HYPERPARAMETERS), dict):
+            if self._not_plain is None:
+                self._not_plain = not_plain(hyperparameters)
+            plain_ones = {name: value for name, value in hyperparameters.items() if name not in self._not_plain}
+            checkpoint = {**checkpoint, HYPERPARAMETERS: plain_ones}
         copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
         if (kept := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
             copy["state_dict"]._metadata = kept  # versions of layers, which some of torchvision's ask for

@@ -112,7 +112,11 @@ class DataModule(pl.LightningDataModule):
         return self._loader(dataset, StepSampler(self.order, lambda: trainer.global_step), keep_workers=True)
 
     def val_dataloader(self) -> Any:
-        return [] if self.splits.val is None else self._evaluation("val")
+        if self.splits.val is None:
+            return []
+        loader = self._evaluation("val")
+        loader.checking = lambda: bool(getattr(self.trainer, "sanity_checking", False))
+        return loader
 
     def test_dataloader(self) -> DataLoader[Any]:
         return self._evaluation("test")
@@ -126,14 +130,18 @@ class DataModule(pl.LightningDataModule):
         joins every collective, and its result must be forgotten."""
         return not self._chunks(getattr(self.splits, split))
 
-    def _evaluation(self, split: str, least: int = 1) -> DataLoader[Any]:
+    def samples_here(self, split: str) -> int:
+        """How many samples of `val` or `test` this process evaluates."""
+        return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
+
+    def _evaluation(self, split: str, least: int = 1) -> Loader:
         dataset = self._set(split)
         return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
         return own_chunks(len(dataset), self.layout, self.rank, self.trains)
 
-    def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> DataLoader[Any]:
+    def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
         resident = isinstance(base(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None and streams(dataset.dataset):

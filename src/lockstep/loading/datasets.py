@@ -186,7 +186,7 @@ def labels_of(dataset: Any) -> Ids:
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
-    """The collated samples `ids` of a map-style dataset.
+    """The samples `ids` of a map-style dataset, collated by its own `collate_fn`, if it has one, else by torch's.
 
     Items are fetched one by one, and random transforms inside the dataset draw from (seed, epoch, sample id): neither
     worker count nor layout nor resume moves them. An evaluation gives no seed and no epoch: each one sees the same.
@@ -213,9 +213,12 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
 
 
 def _collated(dataset: Any, items: list[Any]) -> Any:
+    collate = getattr(dataset, "collate_fn", default_collate)
     try:
-        return default_collate(items)
+        return collate(items)
     except TypeError as error:  # torch's line, which names what it can't collate, is long
+        if collate is not default_collate:
+            raise
         item = items[0]
         parts = item if isinstance(item, tuple | list) else [item]
         kinds = ", ".join(type(part).__module__.partition(".")[0] + "." + type(part).__name__ for part in parts)

@@ -87,7 +87,8 @@ def image_of(dataset: Any) -> Tensor:
 
 def moments(transforms: Sequence[Any]) -> Moments:
     """What float images have been normalised with: by the last `Normalize`; values from 0 to 1 by none."""
-    from torchvision.transforms.v2 import Normalize
+    from torchvision.transforms import Normalize, v2
 
-    found = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, Normalize)]
+    kinds = (Normalize, v2.Normalize)
+    found = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
     return found[-1] if found else ((0.0,), (1.0,))

@@ -127,6 +127,13 @@ def no_option(group: str, name: str) -> str:
     return f"{group}={name}: {unknown(name, options(group))}"
 
 
+def no_name(group: str, command_line: Sequence[str]) -> str:
+    """That the file which a command line chooses of a group does not say its name, of which a run's is made."""
+    chosen = [each.partition("=")[2] for each in parsed(command_line).overrides if key(each) == group]
+    name = chosen[-1] if chosen else "mine"
+    return f"{group}.name: conf/{group}/{name}.yaml has no name, which a run is called by: add a line name: {name}"
+
+
 def no_key(key: str, error: Any) -> str:
     """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
     if error is None:  # a group of which the front page chooses nothing

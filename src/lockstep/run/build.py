@@ -1,6 +1,5 @@
 """Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,15 +12,16 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, Sender, is_plain
+from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, Sender
+from lockstep.callbacks.monitors import MonitorCheck
 from lockstep.callbacks.untrusted import OFTEN, SLACK
 from lockstep.launch.environment import environment
 from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate
+from lockstep.run.instantiate import call, instantiate, parameters
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, monitored, optimization, refuse_unused, smallest_piece, total_steps
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
 from lockstep.run.provenance import versions
 from lockstep.run.summary import describe
 from lockstep.step.audit import Audit
@@ -104,12 +104,6 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             raise Refusal(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
-    if odd := [name for name, value in module.hparams.items() if not is_plain(value)]:
-        held = ", ".join(f"{name} ({type(module.hparams[name]).__name__})" for name in odd)
-        raise Refusal(
-            f"{named}: its hyperparameters hold {held}, and a checkpoint holds plain data only: "
-            f"save_hyperparameters(ignore={json.dumps(odd)})"
-        )
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
@@ -163,7 +157,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
             raise Refusal(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
-    return [*made.values(), OptimizerCheck(config)]
+    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
+    used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
+    scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
+    return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]
 
 
 def make_trainer(
@@ -204,7 +201,7 @@ def make_trainer(
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
         plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep, copies)],
-        num_sanity_val_steps=int(bool(monitored(config))),
+        num_sanity_val_steps=0,  # see MonitorCheck
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -147,6 +147,8 @@ def _message(error: BaseException) -> str:
         return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
         return arguments.no_key(match[1], error.__cause__)
+    if match := re.match(r"Interpolation key '(\w+)\.name' not found", said):
+        return arguments.no_name(match[1], sys.argv[1:])
     if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
         return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):

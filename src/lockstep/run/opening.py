@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
@@ -14,6 +15,7 @@ from lockstep.arithmetic.order import hash64
 from lockstep.launch.own_thread import in_own_thread
 from lockstep.loading.augment import Augment
 from lockstep.loading.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.loading.lightning_data import source_of
 from lockstep.loading.transforms import image_of, moments, transformed
 from lockstep.run.checks import checker
 from lockstep.run.instantiate import instantiate
@@ -42,9 +44,12 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     listed = options.pop("transforms", None) or {}
     mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
     source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
+    if isinstance(source, pl.LightningDataModule):
+        source = source_of(source, split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        wrong = f"data._target_={config['_target_']}: must return a lockstep.loading.Source, not {made}"
+        right = "a lockstep.loading.Source or a LightningDataModule"
+        wrong = f"data._target_={config['_target_']}: must return {right}, not {made}"
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
             raise Refusal(f"{wrong}: docs/own.md shows a function that does")
         raise Refusal(

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
-from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.checkpoint_io import is_plain
 from lockstep.run.checks import matching
 from lockstep.run.config import Config
@@ -151,17 +150,6 @@ def _must_be_known(beside: Mapping[str, Any], val_every: int | None, epoch: int)
         )
 
 
-def monitored(config: Config) -> dict[str, str]:
-    """Metrics of validation that the user, on the command line, has a callback or the schedule follow, by key."""
-    places = {"scheduler": config.scheduler} | {f"callbacks.{name}": each for name, each in config.callbacks.items()}
-    named = {f"{place}.monitor": str(options.get("monitor")) for place, options in places.items() if options}
-    return {
-        key: metric
-        for key, metric in named.items()
-        if metric.startswith("val") and any(f"{key}.".startswith(f"{given}.") for given in config.given)
-    }
-
-
 def settings(config: Config, samples: int) -> dict[str, Any]:
     """What a module's optimizer and schedule follow from, plain: of what it is offered, the part that it takes."""
     takes = parameters(locate("model._target_", config.model["_target_"])) - {"steps_per_epoch"}
@@ -170,26 +158,37 @@ def settings(config: Config, samples: int) -> dict[str, Any]:
 
 
 def refuse_unused(config: Config) -> None:
-    """Refusal: a key was given that the module's constructor has no argument for."""
+    """Refusal: a key was given that the module's constructor has no argument for, or whose argument the model's file
+    gives."""
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
     for key in config.given:
         group = key.partition(".")[0]
-        if group in OFFERED and takes.isdisjoint(OFFERED[group]):
+        if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
+            continue
+        if own := [name for name in OFFERED[group] if name in takes]:
             raise Refusal(
-                f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
-                f"its constructor a parameter {OFFERED[group][0]}"
+                f"{key}: the model has its own {own[0]}, so this would change nothing: model.{own[0]} changes it"
             )
+        raise Refusal(
+            f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
+            f"its constructor a parameter {OFFERED[group][0]}"
+        )
+
+
+def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> list[float]:
+    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
+    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
 
 
 class OptimizerCheck(pl.Callback):
-    """Refuses, before the first step, a module without an optimizer or with several, keys that none follows, and
-    metrics that nothing logs."""
+    """Refuses, before the first step, a module without an optimizer or with several, and keys that none follows."""
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
         self.given = config.given
-        self.monitored = monitored(config)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
@@ -202,19 +201,6 @@ class OptimizerCheck(pl.Callback):
                     "this would change nothing; leave it out"
                 )
 
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        logged = sorted(trainer.callback_metrics)  # nothing: a module may leave it out here
-        for key, metric in self.monitored.items():
-            if logged and metric not in logged:
-                raise Refusal(f"{key}={metric}: nothing logs it; validation logs {', '.join(logged)}")
-
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
             raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception
-        if "conditioned on metric" in str(exception):  # Lightning's too: a monitor that nothing logs
-            writer: Any = trainer.strategy.checkpoint_io
-            for callback in trainer.checkpoint_callbacks:
-                if isinstance(callback, Checkpoint):  # the run goes on from there, when it is told another
-                    callback.save(trainer)
-                    writer.wait()
-            raise Refusal(str(exception)) from exception

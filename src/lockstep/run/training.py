@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact import Damaged
-from lockstep.arithmetic.layout import Layout, Refusal, counted
+from lockstep.arithmetic.layout import Layout, Refusal, counted, listed
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck, ResumeState
+from lockstep.callbacks.checkpoint_io import not_plain
 from lockstep.callbacks.copies import Copies, share_newest
 from lockstep.launch import logs
 from lockstep.launch.agreement import ranks_with_folder
@@ -54,7 +55,12 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
+    begun = []
+    if config.init_from and not checkpoint:
+        filled = weights.begin("init_from", module, config.init_from, True)
+        begun.append(filled.message)
+        freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
+        weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
     check_batch_norms(config, splits, module)
     data = make_data(config, splits, rank)
     samples = len(splits.train)
@@ -77,6 +83,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         begins = [describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)]
         if config.audit and config.layout.num_devices == 1:
             begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
+        if odd := not_plain(module.hparams):
+            begins.append(f"hyperparameters {listed(odd)}: a checkpoint holds plain data only, and leaves them out")
         for message in filter(None, begins):
             LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
@@ -120,6 +128,15 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             raise refusal(config, samples) from error
         raise
     return run.finish("completed", None)
+
+
+def unfrozen_later(config: Config) -> list[str]:
+    """Patterns of the names of parameters that `callbacks.unfreeze` trains from some epoch on."""
+    options = config.callbacks.get("unfreeze")
+    if not options:
+        return []
+    epochs = options.get("epoch")
+    return [str(pattern) for pattern in epochs] if isinstance(epochs, dict) else ["*"]
 
 
 def check_sizes(config: Config, samples: int) -> None:

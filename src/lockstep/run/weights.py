@@ -1,9 +1,10 @@
 """Weights from elsewhere, as far as they fit: what a new run begins with."""
 
+import fnmatch
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -72,10 +73,22 @@ def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
     return [name for name in own if name not in best]
 
 
+class Begun(NamedTuple):
+    """What a module has got from a file.
+
+    Attributes:
+        message: what a user should know.
+        fresh: names of the module's tensors that the file does not have.
+    """
+
+    message: str
+    fresh: list[str]
+
+
 def begin(
     key: str, module: nn.Module, path: str, together: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
-) -> str:
-    """Gives a module the weights in the file that `key` names; returns what a user should know.
+) -> Begun:
+    """Gives a module the weights in the file that `key` names.
 
     Args:
         together: as of `read`.
@@ -89,7 +102,54 @@ def begin(
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     if not any(value.ndim > 1 for name, value in own.items() if name not in left):
         raise Refusal(f"{key}={path}: none of its weights fits this model's, {listed(left)}, by name and shape")
-    return told(key, len(own), left)
+    return Begun(told(key, len(own), left), left)
+
+
+def refuse_frozen(
+    key: str, module: nn.Module, fresh: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
+) -> None:
+    """Refuses parameters that a file has not filled and that `model.freeze` holds: they would stay random for ever.
+
+    Args:
+        key: what named the file, `init_from=...`.
+        fresh: names of the tensors that the file has not filled.
+        freeze, unfrozen: patterns of the names of parameters that are frozen, and that a callback unfreezes later.
+
+    Raises:
+        Refusal: there are such.
+    """
+    new = set(fresh)
+    held = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
+    held = [name for name in held if _matches(name, freeze) and not _matches(name, unfrozen)]
+    if held:
+        right = "leave them out of model.freeze, or give callbacks=unfreeze"
+        raise Refusal(f"{key}: has no {listed(held, NAMED)}, and model.freeze would keep them random: {right}")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, str(pattern)) for pattern in patterns)
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
+    from a file, and are among those trained or frozen."""
+
+    trained: int
+    frozen: int
+    fresh: int
+
+
+def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
+    """Return how many parameters of a module are trained, frozen and newly initialised.
+
+    Args:
+        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
+    """
+    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
+    new = set(fresh)
+    trained = sum(size for _, size, trains in sizes if trains)
+    total = sum(size for _, size, _ in sizes)
+    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
 
 
 def told(key: str, own: int, left: Sequence[str]) -> str:

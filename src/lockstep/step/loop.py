@@ -3,14 +3,14 @@
 A batch that the loader yields is a `StepBatch`: what this process computes of one optimizer step. So everything that
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
-The only private names of Lightning that the project builds on stand in this file; tests/test_step_loop.py fails when
-they change:
+The private names of Lightning that the project builds on stand in this file and in step/evaluation_logs.py;
+tests/test_step_loop.py fails when they change:
 
 - `_TrainingEpochLoop`: `advance` makes a step; its `_results` and `_build_kwargs`, its `_batches_that_stepped`, and the
   `optim_progress` of its `automatic_optimization`, which counts steps.
 - `_FitLoop`: its `_iteration_based_training`, `_restarting` and `_combined_loader`, where a run goes on.
 - `_LoggerConnector` (how a mean that `self.log` takes is weighted, at which step it is shown, and the `meta` of what
-  was logged) and `_SignalConnector` (who hears signals).
+  was logged), the `_results` of an `_EvaluationLoop`, and `_SignalConnector` (who hears signals).
 - `call`, which calls hooks: under a profiler, and so that `self.log` knows which one runs.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.step.batch import StepBatch
+from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
 from lockstep.step.passes import Outputs, StepPasses, overrides
@@ -52,6 +54,8 @@ class StepTrainer(pl.Trainer):
         self.fit_loop = _StepFitLoop(self, made.min_epochs, made.max_epochs)
         passes = StepPasses(gradients, finite, seed, graphs)
         self.fit_loop.epoch_loop = StepLoop(self, passes, made.min_steps, made.max_steps)
+        for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
+            loop._results = EvaluationLogs()
 
 
 class _NoSignals(_SignalConnector):
@@ -67,6 +71,16 @@ class _StepLogs(_LoggerConnector):
             results: Any = self.trainer._results
             results.batch_size = batch.num_local_samples
 
+    def update_eval_epoch_metrics(self) -> Any:
+        """Lightning would show what rank zero has logged. All ranks call this, after an evaluation's last batch, and
+        after its last hook that may log."""
+        trainer: Any = self.trainer
+        results: EvaluationLogs = trainer._results
+        several = trainer.world_size > 1 and not trainer.strategy.staged  # stages see all samples
+        samples = trainer.datamodule.samples_here("test" if trainer.testing else "val") if several else 1
+        results.reduce(_gather_objects if several else lambda own: [own], samples, trainer.strategy.reduce)
+        return super().update_eval_epoch_metrics()
+
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Shows what `self.log` was given at the step that it is of. Lightning counts that step later, and so shows it
         one step early: where a run was killed and resumed, what is lost would stay beside what is made anew."""
@@ -74,6 +88,13 @@ class _StepLogs(_LoggerConnector):
         counted, loop._batches_that_stepped = loop._batches_that_stepped, loop.global_step
         super().log_metrics(metrics, step)
         loop._batches_that_stepped = counted
+
+
+def _gather_objects(own: Any) -> list[Any]:
+    """Every rank's argument, in the order of the ranks."""
+    ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return ranks
 
 
 class _StepFitLoop(_FitLoop):

@@ -63,7 +63,7 @@ class Published(ImageClassifier):
             made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"arch={arch}: gives {made} in training, where logits [n, {num_classes}] are needed")
         if weights:
-            LOG.info(begin("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)))
+            LOG.info(begin("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)).message)
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
 
     def make(

@@ -1,0 +1,122 @@
+"""Metrics that a callback or a schedule follows, and that nothing logs: found before the first step."""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.checkpoint import Checkpoint, nothing_logs
+
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class MonitorCheck(pl.Callback):
+    """Evaluates one batch before the first step, if something follows a metric of validation, and refuses a metric that
+    validation does not log.
+
+    The batch is that of Lightning's sanity check, which keeps the random state and forgets what is logged; what the
+    module itself has counted meanwhile is put back here. A run that goes on from a checkpoint has no such batch.
+
+    Args:
+        followers: callbacks, by what names them in a message.
+        scheduler: what names the `monitor` of a schedule.
+    """
+
+    def __init__(self, followers: Mapping[str, pl.Callback], scheduler: str) -> None:
+        self._followers = dict(followers)
+        self._scheduler = scheduler
+        self._before: list[tuple[nn.Module, dict[str, tuple[Any, Any]]]] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        trainer.num_sanity_val_steps = int(any(metric.startswith("val") for _, metric, _ in self._monitors(trainer)))
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before = [(layer, _copied_attributes(layer)) for layer in pl_module.modules()]
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for layer, attributes in self._before:
+            _put_back(layer, attributes)
+        self._before = []
+        logged = set(trainer.callback_metrics)
+        if not logged or _asks_for_sanity_checking(pl_module):  # then it may leave metrics out here
+            return
+        for key, metric, mode in self._monitors(trainer):
+            if metric.startswith("val") and metric not in logged:
+                raise Refusal(nothing_logs(key, metric, logged, mode))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Lightning's own refusals of a metric that is not there: of one that training should log, say."""
+        if "conditioned on metric" not in str(exception):
+            return
+        writer: Any = trainer.strategy.checkpoint_io
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, Checkpoint):  # the run goes on from there, when it gets another monitor
+                callback.save(trainer)
+                writer.wait()
+        logged = set(trainer.callback_metrics)
+        missing = [each for each in self._monitors(trainer) if each[1] not in logged]
+        said = nothing_logs(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
+        raise Refusal(said) from exception
+
+    def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
+        """What is followed, as (key, metric, mode); what may be missing is left out."""
+        owners: list[tuple[str, Any]] = [(f"{name}.monitor", each) for name, each in self._followers.items()]
+        owners += [(self._scheduler, config) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        strict = [(key, owner) for key, owner in owners if getattr(owner, "strict", True)]
+        followed = [(key, getattr(owner, "monitor", None), getattr(owner, "mode", None)) for key, owner in strict]
+        return [(key, metric, mode) for key, metric, mode in followed if isinstance(metric, str)]
+
+
+def _asks_for_sanity_checking(module: pl.LightningModule) -> bool:
+    """Whether code of a module's classes reads `trainer.sanity_checking`."""
+    kinds = type(module).__mro__
+    own = kinds[: kinds.index(pl.LightningModule)]
+    codes = [getattr(value, "__code__", None) for kind in own for value in vars(kind).values()]
+    return any(code is not None and "sanity_checking" in code.co_names for code in codes)
+
+
+def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The plain attributes and buffers of a layer, each with a copy of what it holds."""
+    attributes = {name: value for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)}
+    return {name: (value, _copied(value)) for name, value in {**attributes, **layer._buffers}.items()}
+
+
+def _put_back(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Makes the attributes of a layer the objects that they were, with what they held."""
+    for name in [name for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)]:
+        if name not in attributes:
+            delattr(layer, name)
+    for name, (value, held) in attributes.items():
+        if isinstance(value, Tensor):
+            if not torch.equal(value, held):
+                with torch.no_grad():
+                    value.copy_(held)
+        elif isinstance(value, list):
+            value[:] = held
+        elif isinstance(value, dict | set):
+            value.clear()
+            value.update(held)
+        (layer._buffers if name in layer._buffers else vars(layer))[name] = value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        found = copy(value)
+        found.update({name: _copied(part) for name, part in value.items()})
+        return found
+    return [_copied(part) for part in value] if isinstance(value, list) else copy(value)

@@ -1,0 +1,146 @@
+"""A LightningDataModule as a source of data: its data sets are taken, and Lockstep's sampler replaces its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading.datasets import Source, Spec, fetch, labels_of
+from lockstep.loading.transforms import moments
+from lockstep.step.passes import overrides
+
+UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Collated:
+    """A data set whose samples are made into a batch by a function of their own."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:  # its labels and its fingerprint, say
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
+    """Return the data sets behind the loaders of a LightningDataModule, after `prepare_data` and `setup`.
+
+    Args:
+        split_seed: seeds what it draws meanwhile, so that each start of a run has the same split.
+
+    Raises:
+        Refusal: a loader does more than to draw samples of a map-style data set, or the classes are unknown.
+    """
+    name = type(module).__name__
+    for hook in UNCALLED:
+        if overrides(module, hook, pl.LightningDataModule):
+            raise Refusal(f"data: the {hook} of {name} would not be called: give it to the LightningModule")
+    if not overrides(module, "train_dataloader", pl.LightningDataModule):
+        raise Refusal(f"data: {name} has no train_dataloader")
+    sets = {"train": None, "val": None, "test": None}
+    with isolate_rng(include_cuda=False):
+        pl.seed_everything(split_seed, verbose=False)
+        module.prepare_data()
+        module.setup("fit")
+        for split in ("train", "val"):
+            sets[split] = _dataset(module, f"{split}_dataloader")
+        module.setup("test")
+        sets["test"] = _dataset(module, "test_dataloader")
+    return Source(sets["train"], sets["test"], _spec(module, sets["train"]), val=sets["val"])
+
+
+def _dataset(module: pl.LightningDataModule, method: str) -> Any:
+    """The data set behind a loader; None where there is no loader."""
+    loader = getattr(module, method)() if overrides(module, method, pl.LightningDataModule) else None
+    if loader is None or (isinstance(loader, list | tuple) and not loader):
+        return None
+    where = f"data: the {method} of {type(module).__name__}"
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise Refusal(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        raise Refusal(f"{where} has an IterableDataset, whose samples have no number: it must be map-style")
+    if loader.batch_size is None:
+        raise Refusal(f"{where} has a batch_sampler or no batch_size: Lockstep forms the batches; leave it out")
+    sampler = loader.sampler
+    known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
+    if not known or getattr(sampler, "replacement", False) or len(dataset) != _drawn(sampler):
+        kind = type(sampler).__name__
+        raise Refusal(f"{where} has a {kind} of its own: an epoch has each sample once; data.sampling=balanced weighs")
+    collate: Any = loader.collate_fn
+    return dataset if collate is default_collate else Collated(dataset, collate)
+
+
+def _drawn(sampler: Any) -> int:
+    """Samples of an epoch; of all ranks, where each has its part."""
+    drawn: Any = sampler.dataset if isinstance(sampler, DistributedSampler) else sampler
+    return len(drawn)
+
+
+def _spec(module: Any, train: Any) -> Spec:
+    """What a model must know of the images, from the first sample and what the sets say."""
+    try:
+        batch = fetch(train, np.zeros(1, dtype=np.int64))
+    except TypeError as error:
+        reason = str(error).partition("\n")[0]
+        raise Refusal(
+            f"data: samples of {type(module).__name__} make no batch ({reason}): they must be tensors"
+        ) from None
+    x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) >= 2 else (None, None)
+    images = isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == x.shape[3]
+    channels, size = (x.shape[1], x.shape[2]) if images else (1, 1)
+    transform = getattr(_below(train), "transform", None)
+    mean, std = moments(getattr(transform, "transforms", [transform]))
+    if not {len(mean), len(std)} <= {1, channels}:
+        mean, std = (0.0,), (1.0,)
+    return Spec(channels, size, _classes(module, train, y), mean, std)
+
+
+def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:
+    """Names of the classes: the data set's own, else their numbers. What has no classes has one number per sample."""
+    named, number = getattr(_below(train), "classes", None), getattr(module, "num_classes", None)
+    if isinstance(named, list | tuple) and number in (None, len(named)):
+        return tuple(map(str, named))
+    if not isinstance(number, int):
+        if not (isinstance(y, Tensor) and y.ndim == 1 and y.dtype == torch.int64):
+            return ("value",)
+        try:
+            number = int(labels_of(train).max()) + 1
+        except Refusal:
+            name = type(module).__name__
+            raise Refusal(
+                f"data: how many classes there are is unknown: give {name} an attribute num_classes"
+            ) from None
+    return tuple(map(str, range(number)))
+
+
+def _below(dataset: Any) -> Any:
+    """The data set below subsets, and the first of those that are joined."""
+    while isinstance(dataset, Subset | Collated | ConcatDataset):
+        dataset = dataset.datasets[0] if isinstance(dataset, ConcatDataset) else dataset.dataset
+    return dataset

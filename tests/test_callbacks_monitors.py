@@ -1,0 +1,52 @@
+"""A metric that something follows, and nothing logs: found before the first step, by a batch that changes nothing."""
+
+from pathlib import Path
+
+import pytest
+from conftest import summary_of
+from own_runs import BOTH, jobs, train
+
+NEVER = "callbacks.checkpoint.monitor=null"
+
+
+def test_a_monitor_that_validation_does_not_log_is_refused_before_the_first_step(project: Path, tmp_path: Path) -> None:
+    stopping = ("+callbacks.stopping._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.checkpoint=null")
+    says = [
+        "callbacks.checkpoint.monitor=val/acc: nothing logs it; logged: val_acc, val_loss; give "
+        "callbacks.checkpoint.monitor=val_acc",
+        "configure_optimizers: the monitor of its lr_scheduler=val/loss: nothing logs it; logged: val_acc, val_loss",
+        "callbacks.stopping.monitor=val/loss: nothing logs it; logged: val_acc, val_loss; give "
+        "callbacks.stopping.monitor=val_loss",
+    ]
+    runs = [
+        train(project, tmp_path / "one", "Underscores", "num_workers=2", ok=False),
+        train(project, tmp_path / "two", "Follows", NEVER, *BOTH, "-m", ok=False),
+        train(project, tmp_path / "three", "Underscores", *stopping, "+callbacks.stopping.monitor=val/loss", ok=False),
+    ]
+    assert says[0] in runs[0].stderr
+    assert [summary_of(job)["error"].startswith(says[1]) for job in runs[1].jobs] == [True, True]
+    assert says[2] in runs[2].stderr
+    assert [run.returncode for run in runs] == [2, 1, 2]
+    assert not runs[0].folders
+
+
+def test_the_batch_before_the_first_step_changes_nothing(project: Path, tmp_path: Path) -> None:
+    for layout in ((), ("strategy=ddp", "devices=2")):
+        task = ("callbacks.checkpoint.monitor=null,val/acc", "num_workers=1", *layout)
+        without, checked = (run.summary for run in jobs(project, tmp_path / f"{len(layout)}", "Remembers", *task))
+        assert checked["weights_sha256"] == without["weights_sha256"]
+        assert checked["metrics"] == without["metrics"]
+        assert checked["metrics"]["val/best"] == 1.0
+        assert checked["best_checkpoint"], "the control: it is followed"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("NoTest", (NEVER,)), ("Underscores", (NEVER, "max_steps=1")), ("Shy", ())],
+)
+def test_what_may_be_missing_is_not_refused(project: Path, tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
+    run = train(project, tmp_path, name, "max_epochs=1", *options, ok=False)
+    if name == "Underscores":
+        assert "no step is made" in run.stderr, "it came to its first step"
+    else:
+        assert run.returncode == 0, str(run)

@@ -1,0 +1,133 @@
+"""A module and a data module of lightning-hydra-template's shape, as they are, on every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import own_modules as mine
+import pytest
+import torch
+from conftest import Program, checkpoint_of, summary_of
+from own_runs import go_on, same_bits
+
+from lockstep.arithmetic.layout import Refusal
+from lockstep.loading.datasets import fetch
+from lockstep.run.opening import open_data
+from lockstep.run.optimizers import learning_rates
+
+MODEL = """
+name: templated
+_target_: mine.Templated
+net: {_target_: mine.Dense, size: 144, hidden: 16, classes: 3}
+optimizer: {_target_: torch.optim.Adam, _partial_: true, lr: 0.002, weight_decay: 0.0}
+scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true, factor: 0.5, patience: 10}
+compile: false
+"""
+DATA = """
+name: templated
+_target_: mine.TemplatedData
+splits: [90, 9, 18]
+batch_size: 128
+"""
+TASK = (
+    *("model=templated", "data=templated", "accelerator=cpu", "precision=64-true", "threads=2", "max_epochs=2"),
+    *("batch_size=24", "pieces=6", "logger=none", "hang_timeout=60"),
+)
+
+
+@pytest.fixture
+def templated(project: Path) -> Path:
+    (project / "conf" / "model" / "templated.yaml").write_text(MODEL)
+    (project / "conf" / "data" / "templated.yaml").write_text(DATA)
+    return project
+
+
+def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) -> None:
+    script = str(templated / "src" / "train.py")
+    whole = Program(tmp_path / "whole", script)(*TASK, cwd=templated)
+    cut = Program(tmp_path / "cut", script)(*TASK, "max_steps=3", cwd=templated)
+    assert same_bits(go_on(templated, cut, "max_steps=null"), whole)
+    run = Program(tmp_path / "outputs", script)(*TASK, "strategy=ddp,dp", "devices=2", "-m", cwd=templated)
+    one = whole.summary
+    for other in map(summary_of, run.jobs):
+        for name in ("val/acc", "val/acc_best", "test/acc"):
+            assert other["metrics"][name] == one["metrics"][name]
+    assert run.stderr.count("hyperparameters net, optimizer, scheduler: a checkpoint holds plain data only") == 2
+    checkpoint = checkpoint_of(run.jobs[0])
+    assert checkpoint["hyper_parameters"] == {"compile": False}
+    assert checkpoint["lockstep"]["spec"]["mean"] == (0.3,)
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] == 0.002, "its own, not the front page's"
+
+    images = tmp_path / "images"
+    images.mkdir()
+    from PIL import Image
+
+    pixels = mine.Drawn(9, lambda x: x).pixels[:, :, :, 0]
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(images / f"{number}.png")
+    asked = (f"checkpoint={run.jobs[0]}", "accelerator=cpu")
+    evaluate = Program(tmp_path / "evaluated", str(templated / "src" / "evaluate.py"))
+    metrics = evaluate(*asked, "logger=none", cwd=templated).summary["metrics"]
+    assert metrics["test/acc"] == pytest.approx(one["metrics"]["test/acc"])
+    predicted = Program(tmp_path / "predicted", str(templated / "src" / "predict.py"))(
+        *asked, f"images={images}", cwd=templated
+    )
+    rows = (predicted.folder / "predictions.csv").read_text().splitlines()[1:]
+    net = mine.Dense(144, 16, 3).double()
+    state = checkpoint_of(run.jobs[0], "best")["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): state[f"net.{name}"] for name in net.state_dict()})
+    x = (torch.from_numpy(pixels).double() / 255 - 0.3) / 0.4
+    expected = net.eval()(x).tolist()
+    assert [[float(cell) for cell in row.split(",")[1:]] for row in rows] == [
+        pytest.approx(e, abs=1e-4) for e in expected
+    ]
+
+
+def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
+    program = Program(tmp_path / "outputs", str(templated / "src" / "train.py"))
+    run = program(*TASK, "lr=0.1", cwd=templated, ok=False)
+    assert "lr: the model has its own optimizer, so this would change nothing: model.optimizer changes it" in run.stderr
+
+
+def opened(name: str, **options: Any) -> Any:
+    return open_data({"_target_": f"own_modules.{name}", **options}, "data")
+
+
+def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = opened("TemplatedData")
+    assert [len(part) for part in (splits.train, splits.val, splits.test)] == [90, 9, 18]
+    assert (splits.spec.channels, splits.spec.image_size, splits.spec.classes) == (1, 12, ("0", "1", "2"))
+    assert (splits.spec.mean, splits.spec.std) == ((0.3,), (0.4,))
+    again, other = opened("TemplatedData"), opened("TemplatedData", split_seed=1)
+    assert splits.train.indices == again.train.indices != other.train.indices
+    batch = fetch(opened("DictData").train, np.arange(4))
+    assert batch["x"].shape == (4, 1, 12, 12)
+    monkeypatch.setattr(mine.TemplatedData, "num_classes", None)
+    with pytest.raises(Refusal, match="how many classes there are is unknown: give TemplatedData an attribute num_cl"):
+        opened("TemplatedData")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("StreamData", "the train_dataloader of StreamData has an IterableDataset"),
+        ("WeightedData", "has a WeightedRandomSampler of its own"),
+        ("BatchedData", "has a batch_sampler or no batch_size"),
+        ("MovedData", "the on_after_batch_transfer of MovedData would not be called"),
+    ],
+)
+def test_what_a_data_module_may_not_do_is_refused(name: str, says: str) -> None:
+    with pytest.raises(Refusal, match=says):
+        opened(name)
+
+
+def test_learning_rates_are_those_before_the_schedule() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}], lr=0.1)
+    assert learning_rates([optimizer]) == [0.1, 0.2]
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
+    assert learning_rates([optimizer]) == [0.1, 0.2]
+    one = torch.optim.SGD(weights, lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(one, max_lr=0.1, total_steps=9)
+    assert one.param_groups[0]["lr"] < 0.1
+    assert learning_rates([one]) == [0.1]
