@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +13,9 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.arithmetic.layout import Refusal, resolve
-from lockstep.launch import logs, watchdog
+from lockstep.launch import logs
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
-from lockstep.launch.keeper import Keeper
-from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -106,7 +102,7 @@ def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
     four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
-    with pytest.raises(Refusal, match=r"2 workers exist, .*needs 4: .*devices x num_nodes = 2$"):
+    with pytest.raises(Refusal, match=r"2 workers exist, the layout needs 4: leave devices and num_nodes out"):
         launch(print, layout=four)
 
 
@@ -121,30 +117,3 @@ def test_workers_of_others_are_started_again_by_them(
     with pytest.raises(Refusal, match=rf"^{asked}: who started these workers starts them again"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_what_stood_still_together_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-Z, or a machine that sleeps: the parent, too, was away. A worker that is silent by itself is ended."""
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    away = 0.0
-    clock = SimpleNamespace(time=lambda: time.time() + away, monotonic=time.monotonic)  # a shift that comes at once
-    monkeypatch.setattr(watchdog, "time", clock)
-    try:
-        with scratch_folder() as folder:
-            watch = watchdog.Watch(folder, ["rank 0"], timeout=2.0, meeting=Keeper())
-            watchdog.join(0)
-            watchdog.beat(7)
-            watchdog._beats[3] = worker.pid
-            away = 1000.0
-            while watchdog._beats[0] < time.time() + away / 2:  # until that was noticed
-                watch.look()
-            assert worker.poll() is None
-            until = time.monotonic() + 60
-            while worker.poll() is None and time.monotonic() < until:
-                watch.look()
-        assert worker.returncode == -signal.SIGKILL
-        assert "silent for 2 s in step 8" in watch.found[worker.pid]
-    finally:
-        watchdog.leave()
-        worker.kill()
-        worker.wait()

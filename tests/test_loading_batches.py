@@ -6,24 +6,20 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain import QUIET
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
 from torchvision.datasets import FakeData
 
 from lockstep.arithmetic.layout import Layout, Refusal
-from lockstep.callbacks import Heartbeat
 from lockstep.loading import DataModule
 from lockstep.loading.datasets import fetch, labels_of
 from lockstep.loading.loaders import own_chunks
 from lockstep.step.batch import StepBatch
-from project.models import MnistCNN
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
 
@@ -163,19 +159,6 @@ def test_evaluation_takes_no_more_samples_at_once_than_fit(
     batches = [len(y) for _, y in data.test_dataloader()]
     assert sum(batches) == 700
     assert max(batches) == size
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_who_predicts_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = MnistCNN(channels=1, image_size=12, num_classes=3)
-    sides = splits(arrays(9), evaluated=arrays(300, size=12))
-    beats: list[int] = []
-    monkeypatch.setattr("lockstep.callbacks.ranks.beat", beats.append)
-    for callbacks in ((), (Heartbeat(),)):
-        assert not beats
-        trainer = pl.Trainer(**QUIET, use_distributed_sampler=False, callbacks=list(callbacks))
-        found = trainer.predict(net, datamodule=DataModule(sides, layout(batch_size=64), seed=0))
-    assert len(beats) == len(found or []) == 3
 
 
 class Quick(Noisy):

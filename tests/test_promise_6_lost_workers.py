@@ -28,32 +28,11 @@ def test_restarts_in_a_row_after_silence_and_kills(run_train: Program, undisturb
         strike(run_train, process, rank, signal.SIGKILL, workers=2)
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
-    assert "rank 1 was silent for 6 s in step" in run.stderr
+    assert "rank 1 did not arrive within 6 s (hang_timeout): it was at " in run.stderr
+    assert "its stack is in rank_1.log" in run.stderr
+    assert "the worker hung, and was ended; its stack:" in (run.folder / "rank_1.log").read_text()
     assert run.summary["restarts"] == 3
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
-
-
-SLOW_DISK = """
-import os, time
-plain = os.fsync
-
-def fsync(file):
-    if os.readlink(f"/proc/self/fd/{file}").endswith((".provenance.json.tmp", ".last.ckpt.tmp", ".summary.json.tmp")):
-        time.sleep(4)
-    plain(file)
-
-os.fsync = fsync
-"""
-
-
-def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
-    """Neither of rank zero, which waits for it, nor of the other one, which waits for rank zero."""
-    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    short = ("strategy=ddp", "devices=2", "hang_timeout=3", "max_epochs=1", "checkpoint_every=null")
-    run = Program(tmp_path / "outputs", fresh=True)(*JOB, *short, env={"PYTHONPATH": path})
-    assert run.summary["throughput"]["seconds_saving"] >= 0
-    assert run.summary["throughput"]["seconds"] > 8, "the disk is slow"
 
 
 def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:

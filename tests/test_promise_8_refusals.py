@@ -80,11 +80,8 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("compile=true strategy=dp devices=2", "compile=true and strategy=dp don't go together: .*strategy=ddp"),
     ("resident=true", "resident=true and .*: there is no GPU.*resident=auto"),
-    ("num_nodes=2", "num_nodes=2.*rdzv_endpoint=<host>:<port>"),
-    ("rdzv_endpoint=localhost", "rdzv_endpoint=localhost: one machine meets no other; give num_nodes=2"),
+    ("num_nodes=2 devices=4", "num_nodes=2: .* On each machine: torchrun --nnodes=2 --nproc-per-node=4 .*train.py"),
     ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
-    ("num_nodes=2 rdzv_endpoint=there", "rdzv_endpoint=there.*<host>:<port>"),
-    ("num_nodes=2 strategy=dp rdzv_endpoint=there:29500", "num_nodes=2: dp is one process.*strategy=ddp"),
     ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
     ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*63 or 66 can.*pieces=4"),
     ("pieces=4 accumulate_grad_batches=3", "pieces=4 on 1 device means accumulate_grad_batches=4"),
@@ -97,7 +94,6 @@ REFUSED: list[tuple[str, str]] = [
     ("lr=inf", "lr=inf: must be a finite number"),
     ("precision=33", "precision=33: must be 'auto', '64-true', .* or 'bf16-mixed'"),
     ("precision=16-mixed", "precision=16-mixed and .*: fp16 needs a GPU; precision=auto"),
-    ("precision=auto num_nodes=2 rdzv_endpoint=there:29500", "precision=auto and num_nodes=2 .*bf16-mixed or 32-true"),
     ("seed=4294967296", "seed=4294967296: must be .*equal to 4294967295"),
     ("callbacks.pictures=true", "callbacks.pictures=true: must be a valid dictionary"),
     ("exact=true precision=bf16-true", "precision=bf16-true and exact=true .*64-true, 32-true, bf16-mixed"),
@@ -167,7 +163,7 @@ def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, say
 def test_every_number_of_the_front_page_is_checked() -> None:
     """Not only those above: a word, a NaN or a list in place of any number is refused, and named."""
     raw = composed()
-    texts = {"rdzv_endpoint", "init_from", "resume", "experiment", "debug"}
+    texts = {"init_from", "resume", "experiment", "debug"}
     numbers = {key for key, value in raw.items() if isinstance(value, int | float) or value is None} - texts
     assert len(numbers) > 12
     for key in numbers:
@@ -185,7 +181,6 @@ def test_every_number_of_the_front_page_is_checked() -> None:
         "pieces=6 devices=3 accumulate_grad_batches=2 batch_size=96",
         "strategy=dp devices=3 batch_size=66",
         "elastic=true devices=2",
-        "num_nodes=2 rdzv_endpoint=localhost:29500",
         "precision=64-true",
         "experiment=mnist_cnn",
         "+debug.trainer.limit_val_batches=0 +debug.trainer.benchmark=true",

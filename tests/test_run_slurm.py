@@ -102,7 +102,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
             monkeypatch.setenv(name, value)
         if joined:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
-            monkeypatch.setenv("LOCKSTEP_SLURM_TASK", "true")
+            monkeypatch.setenv("LOCKSTEP_LAUNCHER", "slurm")
         told.environment.cache_clear()
         return told.environment().own_gpu, told.environment().own_cores
 
@@ -111,7 +111,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
         config.check(asked)
     assert told_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
     assert config.check(asked).layout.accelerator == "gpu"
-    monkeypatch.delenv("LOCKSTEP_SLURM_TASK", raising=False)
+    monkeypatch.delenv("LOCKSTEP_LAUNCHER", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")  # torchrun's own workers, of a job with a task per node
     told.environment.cache_clear()
     assert not told.environment().own_gpu

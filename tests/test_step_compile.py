@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -18,7 +17,6 @@ from test_step_loop import Net, fit
 from torch import nn
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch import watchdog
 from lockstep.run import config
 from lockstep.run.config import check
 from lockstep.run.library import compose
@@ -78,22 +76,15 @@ def test_torch_takes_every_mode(mode: str) -> None:
 
 
 @compiles
-def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile the rank counts as alive: a compilation may take longer than a hang."""
+def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
-
-    beats, seen = np.zeros(4), set[float]()
-    monkeypatch.setattr(watchdog, "_beats", beats)
 
     plain, compiled = Net(norm=True, dropout=0.3).double(), Net(norm=True, dropout=0.3).double()
     compile_networks(compiled, "default", exact=False)
-    torch._dynamo.on_compile_start(lambda _: seen.add(float(beats[2])))
     assert list(compiled.state_dict()) == list(plain.state_dict())
     counters.clear()
     fit(tmp_path, compiled, ours=True, pieces=2, callbacks=[EagerEvaluation()])
     assert counters["stats"]["unique_graphs"] == 2  # pieces of 4, and of 3 in the tail; not the 22 of the validation
-    assert seen == {watchdog.WAITS}
-    assert beats[2] != watchdog.WAITS
     fit(tmp_path, plain, ours=True, pieces=2)
     for (name, one), other in zip(plain.state_dict().items(), compiled.state_dict().values(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14, msg=name)

@@ -24,6 +24,10 @@ class Interrupted(BaseException):
         self.signum = signum
         self.code = 130 if signum == signal.SIGINT else 143
 
+    def __reduce__(self) -> tuple[type["Interrupted"], tuple[int]]:
+        """A launcher of Hydra's that runs jobs in processes of its own pickles what ended one."""
+        return Interrupted, (self.signum,)
+
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 USER = (signal.SIGUSR1, signal.SIGUSR2)
