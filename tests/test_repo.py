@@ -83,7 +83,7 @@ def test_ci_runs_the_documented_commands() -> None:
     assert {"make lint", "make test"} <= set(script.read_text().splitlines())
 
 
-PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES)
