@@ -40,10 +40,9 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.arguments import quoted
 from lockstep.run.checks import ROOT
-from lockstep.run.summary import conclude, summary_of
+from lockstep.run.summary import conclude
 from lockstep.run.supervisor import train
-from lockstep.sweeps.grid import Progress
-from lockstep.sweeps.jobs import Job, Slot, in_place, run_jobs
+from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
 OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
@@ -181,8 +180,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             conclude(job.folder, "failed", said.removeprefix("error: "), {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
-    told = (lambda job: summary_of(job.folder)) if in_place() else None
-    run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()], told)
+    run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()])
     return summaries[0]
 
 
@@ -234,7 +232,7 @@ def main(arguments: list[str]) -> int:
         search.tell(trial.number, (summary.get("metrics") or {}).get(own["metric"]), summary["status"])
         lock.close()
         for each in search.ended():
-            progress.saw(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
+            progress.add(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
         progress.done = len(search.ended()) - 1
         progress.ended(job, summary)
         refused += summary.get("refused", False)

@@ -20,7 +20,7 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run.config import check
 from lockstep.run.library import compose
 from lockstep.run.supervisor import run_in_workers
-from lockstep.sweeps.jobs import Job, Slot, run_jobs
+from lockstep.run.sweeps import Job, Slot, run_jobs
 
 ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8)
 

@@ -10,7 +10,7 @@ from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, w
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.resume import sweep_overrides as arguments
-from lockstep.sweeps.jobs import Slot, slots
+from lockstep.run.sweeps import Slot, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")

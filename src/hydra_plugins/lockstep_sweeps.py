@@ -1,23 +1,42 @@
-"""How Hydra runs a sweep's jobs. Hydra takes plugins of this package only, and imports it at every start, so the work
-stands in `lockstep.sweeps`."""
+"""How Hydra runs a sweep: which jobs there are, and what starts them. Hydra takes plugins of this package only, and
+imports it at every start, so the work stands in `lockstep.run.sweeps`."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from hydra.core.utils import JobReturn, JobStatus
 
 
-class JobLauncher(Launcher):
-    """Runs the jobs that Hydra's own sweeper lists."""
+class CheckedSweeper(BasicSweeper):
+    """Hydra's own sweeper, which checks all jobs before a launcher, of whatever kind, starts the first one."""
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.given = (config, hydra_context, task_function)
-        HydraConfig.instance().set_config(config)  # where the sweep's folder is, should it be refused
+    def sweep(self, arguments: list[str]) -> Any:
+        from lockstep.run.sweeps import checked, failed_jobs
+
+        assert self.config is not None
+        assert self.hydra_context is not None
+        HydraConfig.instance().set_config(self.config)  # where the sweep's folder is, should it be refused
+        arguments = checked(self.config, self.hydra_context, arguments)
+        with failed_jobs(Path(self.config.hydra.sweep.dir)):
+            return super().sweep(arguments)
+
+
+class JobLauncher(BasicLauncher):
+    """Runs each job as Hydra's own launcher does, in a process and on devices of its own."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from lockstep.sweeps.grid import launch
+        from lockstep.run.sweeps import Job, jobs_of, launch
 
-        return launch(*self.given, job_overrides, initial_job_idx)
+        assert self.config is not None
+
+        def run(job: Job) -> None:
+            (done,) = BasicLauncher.launch(self, [job.overrides], job.number)
+            if done.status is JobStatus.FAILED:
+                raise done._return_value  # `return_value` would print before it raises
+
+        launch(self.config, jobs_of(self.config, job_overrides, initial_job_idx), run)
+        return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]

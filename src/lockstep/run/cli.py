@@ -69,6 +69,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweeping and not external_workers() and summary_of(folder).get("status") == "completed":
+            return  # by an earlier start of the sweep
         keeps = environment().rank in ranks_with_folder(folder)
         try:
             with resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():

@@ -1,0 +1,347 @@
+"""A sweep: Hydra's sweeper lists its jobs, which are checked before the first begins; the default launcher deals GPUs
+and cores to jobs that run side by side, each in a process of its own, so that whatever happens to one, the others
+continue. `hydra_plugins/lockstep_sweeps.py` names both to Hydra."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, cast
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.launch.agent import start_method
+from lockstep.launch.environment import STARTED, environment, export, external_workers
+from lockstep.launch.interpreter import imported
+from lockstep.launch.machine import gpu_count
+from lockstep.launch.process_group import of_rank_zero
+from lockstep.launch.signals import Interrupted, forwarding, held, let_in, set_parent_death_signal
+from lockstep.run.arguments import key
+from lockstep.run.checks import checker
+from lockstep.run.cli import SweepFailed
+from lockstep.run.config import check
+from lockstep.run.schema import Sweep
+from lockstep.run.summary import conclude, summary_of
+
+
+@dataclass
+class Job:
+    """One run of a sweep."""
+
+    number: int
+    folder: Path
+    overrides: list[str]
+    label: str = ""  # its own overrides, which other jobs don't have
+    started: float = 0.0  # time.monotonic()
+
+    @property
+    def completed(self) -> bool:
+        return summary_of(self.folder).get("status") == "completed"
+
+
+def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0) -> list[Job]:
+    """Return the jobs of a sweep whose overrides Hydra has listed; `first` is the number of the first one."""
+    common = set.intersection(*map(set, listed)) if len(listed) > 1 else set()
+    jobs = []
+    for number, overrides in enumerate(listed, first):
+        of_the_run = [override for override in overrides if key(override).partition(".")[0] != "sweep"]
+        label = " ".join(override for override in overrides if override not in common) or "as given"
+        jobs.append(Job(number, Path(config.hydra.sweep.dir).absolute() / str(number), of_the_run, label))
+    return jobs
+
+
+# --- before the first job, whichever launcher runs them ---
+
+
+def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
+    """Check all jobs of a sweep that are not complete, as each would be checked when it begins, hours later perhaps.
+
+    Returns:
+        The sweep's overrides.
+
+    Raises:
+        Refusal: naming the job that can't be run.
+    """
+    overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
+    listed = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+    for job in jobs_of(config, listed):
+        if not job.completed and config.hydra.job.config_name == "train":
+            try:
+                check(_composed(config, context, job.overrides))
+            except Refusal as refusal:
+                raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+    return list(arguments)
+
+
+@contextmanager
+def failed_jobs(folder: Path) -> Iterator[None]:
+    """While a launcher, of whatever kind, runs the jobs of a sweep: say in one line how many failed.
+
+    Raises:
+        SweepFailed: jobs have not completed.
+    """
+    reason = ""
+    try:
+        yield
+    except (Refusal, SweepFailed):
+        raise
+    except Exception as error:
+        reason = f": {(str(error).splitlines() or [type(error).__name__])[0]}"
+    statuses = [summary_of(job.parent).get("status") for job in folder.glob("*/summary.json")]
+    failed = sum(status != "completed" for status in statuses)
+    if (reason or failed) and environment().rank == 0:
+        print(to_continue(folder), file=sys.stderr)
+        raise SweepFailed(f"{counted(failed, 'job')} of the sweep failed{reason}")
+
+
+def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
+    """A job's config as plain containers."""
+    composed = context.config_loader.load_sweep_config(config, overrides)
+    with open_dict(composed):
+        del composed["hydra"]
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+
+
+# --- the default launcher ---
+
+
+def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) -> None:
+    """Run the jobs that are not complete, as devices come free; print a line when one ends.
+
+    Args:
+        run: the job itself, in its own process.
+
+    Raises:
+        Refusal: there are too few devices for as many jobs at once.
+        SweepFailed: a job failed; the others were run.
+        Interrupted: a signal ended the sweep; its jobs have saved and ended.
+    """
+    sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
+    slots = _slots(sweep.jobs, config)
+    progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
+    done = of_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
+    missing = [job for job in jobs if job.number not in done]
+    for number, summary in done.items():
+        progress.add(number, summary)
+    if not missing and environment().rank == 0:
+        best = f" | best {progress.best[0]:.4g}: {jobs[progress.best[1]].folder}" if progress.best else ""
+        print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
+
+    def start(job: Job) -> None:
+        if not (job.folder / "checkpoints" / "last.ckpt").exists():
+            for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
+                shutil.rmtree(job.folder / drawn, ignore_errors=True)
+        run(job)
+
+    try:
+        run_jobs(missing, start, progress.ended, slots)
+    finally:
+        if (progress.done < progress.total or progress.failed) and environment().rank == 0:
+            print(to_continue(Path(config.hydra.sweep.dir)), file=sys.stderr)
+    if progress.failed:
+        raise SweepFailed(f"{counted(progress.failed, 'job')} of the sweep failed")
+
+
+def to_continue(folder: Path) -> str:
+    """The line that says how to run the jobs of a sweep that are missing."""
+    program = os.path.relpath(sys.argv[0])
+    return f"to run what is missing: python {program} sweep.resume={os.path.relpath(folder)}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The devices of one job at a time. Empty: all that there are."""
+
+    gpus: tuple[str, ...] = ()
+    cores: tuple[int, ...] = ()
+
+
+def _slots(count: int, config: DictConfig) -> list[Slot]:
+    """The devices of each job that runs at once."""
+    if count == 1:
+        return [Slot()]
+    if in_place():
+        raise Refusal(f"sweep.jobs={count}: needs fork, without an engine's workers; else jobs run one by one")
+    gpus = gpu_count() if config.get("accelerator", "cpu") != "cpu" else 0
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
+    return slots(count, visible, sorted(os.sched_getaffinity(0)))
+
+
+def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
+    """Devices dealt to `jobs` jobs that run at once: runs of neighbours. Fewer GPUs than jobs, or, without any, fewer
+    cores, are a Refusal."""
+    kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
+    if jobs > count:
+        are = "is" if count == 1 else "are"
+        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {counted(count, kind)}")
+    cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
+
+
+def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+    return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
+
+
+def in_place() -> bool:
+    """Whether jobs run in this very process, one after the other: an engine's workers, or where there is no fork."""
+    return bool(external_workers()) or start_method() != "fork"
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    start: Callable[[Job], None],
+    ended: Callable[[Job, dict[str, Any]], None],
+    places: Sequence[Slot],
+) -> None:
+    """Run jobs as places come free.
+
+    Args:
+        start: the run itself, in the job's process.
+        ended: called at each end, with the job's summary.
+
+    Raises:
+        Interrupted: a signal ended the sweep; the jobs were asked to save, and have ended.
+    """
+    if in_place():
+        for job in jobs:
+            job.started = time.monotonic()
+            export(**{STARTED: str(time.time())})
+            start(job)
+            ended(job, of_rank_zero(summary_of(job.folder)))
+        return
+    import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
+
+    imported()
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
+    waiting, free = list(jobs), list(places)
+    with forwarding() as received:
+        while True:
+            while free and waiting:
+                with held():
+                    if received:
+                        break
+                    job, place = waiting.pop(0), free.pop(0)
+                    job.started = time.monotonic()
+                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process.start()
+                    running[process.sentinel] = process, job, place
+                    if received:  # before it was known
+                        process.terminate()
+            if not running:
+                break
+            for sentinel in wait(list(running)):
+                process, job, place = running.pop(cast(int, sentinel))
+                process.join()
+                free.append(place)
+                ended(job, _result(job, process.exitcode))
+        if received:
+            raise Interrupted(received[0])
+
+
+def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
+    """The first function of a job's process."""
+    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
+    let_in()
+    set_parent_death_signal(parent)
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    if place.gpus:
+        export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
+    export(**{STARTED: str(time.time())})
+    try:
+        if together:  # their lines would be mixed on the console
+            job.folder.mkdir(parents=True, exist_ok=True)
+            with open(job.folder / "output.log", "ab") as file:
+                for stream in (1, 2):
+                    os.dup2(file.fileno(), stream)
+        start(job)
+    except (Interrupted, KeyboardInterrupt) as interrupted:
+        if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
+            conclude(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
+        sys.exit(getattr(interrupted, "code", 130))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def _result(job: Job, code: int) -> dict[str, Any]:
+    """The job's summary; where its process died without one, written for it."""
+    if code == 0 and (summary := summary_of(job.folder)):
+        return summary
+    if code < 0:
+        conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+    return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
+
+
+# --- a line at each job's end ---
+
+
+@dataclass
+class Progress:
+    """What a sweep prints while it runs."""
+
+    total: int  # jobs of the whole sweep
+    metric: str  # name in a summary's `metrics` by which the best is chosen
+    mode: str  # max or min
+    at_once: int = 1  # jobs that run at the same time
+    done: int = 0  # jobs that are over, of an earlier start too
+    failed: int = 0  # those of this start that did not end well
+    best: tuple[float, int] | None = None  # value, job number
+    seconds: list[float] = field(default_factory=list)  # that each job of this start took
+
+    def add(self, number: int, summary: dict[str, Any]) -> float | None:
+        """Count a job that is over, and return its result; only a completed run can be the best."""
+        self.done += 1
+        value = (summary.get("metrics") or {}).get(self.metric)
+        if value is not None and summary.get("status") == "completed":
+            sign = 1 if self.mode == "max" else -1
+            if self.best is None or sign * value > sign * self.best[0]:
+                self.best = (value, number)
+        return value
+
+    def ended(self, job: Job, summary: dict[str, Any]) -> None:
+        """Print how a job of this start went."""
+        status, took = summary.get("status"), time.monotonic() - job.started
+        value = self.add(job.number, summary)
+        self.failed += status != "completed"
+        self.seconds.append(took)
+        parts = [f"[{self.done} of {self.total}] job {job.number} {status} in {duration(took)}: {job.label}"]
+        if value is not None:
+            parts.append(f"{self.metric} {value:.4g}")
+        elif status == "completed" and "metrics" in summary:
+            logged = ", ".join(name for name in summary["metrics"] if name.startswith("val/"))
+            parts.append(f"no {self.metric} to choose by; validation logged: {logged or 'nothing'}")
+        if self.best:
+            parts.append(f"best {self.best[0]:.4g} (job {self.best[1]})")
+        if left := self.total - self.done:
+            mean = sum(self.seconds) / len(self.seconds)
+            parts.append(f"about {duration(mean * max(1, left / self.at_once))} left")
+        if environment().rank:
+            return
+        print(" | ".join(parts), file=sys.stderr, flush=True)
+        if status != "completed":
+            print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
