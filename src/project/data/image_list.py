@@ -57,7 +57,7 @@ def image_list(
         every = LabelledFiles(file.parent, names, none, image_size, channels)
         (good,), left_out = decodable([every])
         rows = [rows[index] for index in good]
-        about = left_out and f"image_list: {left_out}"
+        about = f"image_list: {left_out}"
     labels = {row["label"] for row in rows}
     classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     if len(classes) < 2:

@@ -191,7 +191,8 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
     text = f"{counted(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"
     borders = np.cumsum([len(part) for part in parts])[:-1]
-    return [np.flatnonzero(part) for part in np.split(whole, borders)], text if broken else ""
+    text = text if broken else f"all {counted(len(paths), 'file')} can be decoded"
+    return [np.flatnonzero(part) for part in np.split(whole, borders)], text
 
 
 def _can_be_decoded(path: Path, mode: str) -> bool:
