@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -145,6 +145,8 @@ def _message(error: BaseException) -> str:
         return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
         return arguments.no_key(match[1], error.__cause__)
+    if isinstance(error, OverrideParseException):
+        return arguments.unreadable(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
         return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):

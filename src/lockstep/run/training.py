@@ -27,6 +27,7 @@ from lockstep.run.build import make_callbacks, make_data, make_module, make_trai
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.ledger import Ledger
+from lockstep.run.length import length_of
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
 from lockstep.step.finite import NonFinite
@@ -53,6 +54,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
     data = make_data(config, splits, rank)
     samples = len(splits.train)
+    config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), Heartbeat(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
