@@ -2,6 +2,8 @@
 stands in `lockstep.sweeps`."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
@@ -16,6 +18,11 @@ class JobLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.given = (config, hydra_context, task_function)
         HydraConfig.instance().set_config(config)  # where the sweep's folder is, should it be refused
+        from lockstep.launch.meeting import keeps_run
+        from lockstep.run.lock import locked
+
+        self.lock = ExitStack()  # until the sweep ends: before it has written anything to its folder
+        self.lock.enter_context(locked(Path(config.hydra.sweep.dir), keeps_run(config.num_nodes, config.rdzv_endpoint)))
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from lockstep.sweeps.grid import launch

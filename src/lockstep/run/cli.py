@@ -27,7 +27,7 @@ from lockstep.launch.environment import STARTED, environment, export, external_w
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.meeting import decide, keeps_run
 from lockstep.launch.signals import Interrupted
-from lockstep.run import arguments, checks, resume, slurm
+from lockstep.run import arguments, checks, lock, resume, slurm
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT, run_name
 from lockstep.run.config import check_nodes
@@ -37,7 +37,7 @@ Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
-BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json"}
+BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
@@ -71,10 +71,14 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
         keeps = keeps_run(cfg.num_nodes, cfg.rdzv_endpoint)
         try:
-            with resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
+            with lock.locked(folder, keeps), resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
                 job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
             if sweeping and keeps and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
+        except lock.FolderBusy as busy:  # nothing in there is this run's
+            if sweeping:
+                raise
+            raised.append(busy)
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
             if saved and not sweeping and keeps:
@@ -111,7 +115,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
         raised[:] = [refused]
         sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if sweeping and isinstance(refused, BAD_INPUT) and environment().rank == 0:
+        ours = isinstance(refused, BAD_INPUT) and not isinstance(refused, lock.FolderBusy)
+        if sweeping and ours and environment().rank == 0:
             forget(Path(HydraConfig.get().sweep.dir))
     else:
         ran = True

@@ -32,6 +32,7 @@ from lockstep.launch.signals import (
     set_parent_death_signal,
     tell_children,
 )
+from lockstep.run.lock import FolderBusy
 from lockstep.run.summary import conclude, summary_of
 
 
@@ -153,6 +154,9 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
             conclude(job.folder, "interrupted", str(Interrupted(code - 128)))
         sys.exit(code)
+    except FolderBusy as busy:  # the summary there is another run's
+        print(f"error: {busy}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
