@@ -136,6 +136,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "precision": config.precision,  # the config may say auto
         "pieces": config.layout.pieces,
         "fingerprint": splits.fingerprint,
+        "samples": len(splits.train),
         "versions": versions(),
         "spec": asdict(splits.spec),  # with it, the model can be used where the data set is not
     }

@@ -25,7 +25,7 @@ from lockstep.loading import Splits
 from lockstep.run import fast, provenance, weights
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config
-from lockstep.run.continuation import checkpoint_in, must_fit, told
+from lockstep.run.continuation import checkpoint_in, must_be_same_data, must_fit, told
 from lockstep.run.ledger import Ledger
 from lockstep.run.length import length_of
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
@@ -60,6 +60,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     callbacks += [Preemption(folder)]
     if checkpoint:
+        must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
     trainer = make_trainer(config, folder, callbacks, first, ledger)
