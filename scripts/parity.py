@@ -52,8 +52,9 @@ from lockstep.launch.machine import cpu_cap, gpu_count
 from lockstep.launch.network import LOOPBACK
 from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import Flag, checker, unknown, whole
+from lockstep.run.checks import Flag, checker, whole
 from lockstep.run.config import Config, check
+from lockstep.run.familiar import unknown
 from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 

@@ -45,6 +45,8 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:
     config = lockstep.compose(*TINY)
+    with pytest.raises(Refusal, match=r'config.lr: .* after compose\(\): compose\("lr=0.1"\)'):
+        config.lr = 0.1
     config["lr"] = 0.5
     with pytest.raises(Refusal, match=r"lr was changed after compose\(\)"):
         lockstep.train(config)

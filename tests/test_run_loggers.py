@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.run.config import check
-from lockstep.run.loggers import make_loggers
+from lockstep.run.loggers import make_loggers, title
 
 Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
 
@@ -106,3 +106,10 @@ def test_a_tracker_that_can_not_be_opened_is_told_in_a_line(run_train: Program) 
     assert "error: logger.mlflow: can't be opened: " in run.stderr
     assert "Traceback" not in run.stderr
     assert not run.folders
+
+
+def test_a_sweep_of_one_job_is_called_by_what_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "0" / ".hydra").mkdir(parents=True)
+    for file in (tmp_path / "multirun.yaml", tmp_path / "0" / ".hydra" / "hydra.yaml"):
+        file.write_text("hydra: {overrides: {task: [lr=0.01, max_epochs=1, name=one]}}")
+    assert title(tmp_path / "0") == "lr=0.01 max_epochs=1"

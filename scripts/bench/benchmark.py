@@ -30,7 +30,8 @@ from parts.players import Row
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.run.checks import ROOT, unknown
+from lockstep.run.checks import ROOT
+from lockstep.run.familiar import unknown
 from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/

@@ -13,7 +13,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import ROOT, options, unknown
+from lockstep.run.checks import ROOT, options
+from lockstep.run.familiar import no_such_key, unknown
 
 CONF = ROOT / "conf"
 SEVERAL = {"callbacks", "logger", "experiment", "debug"}  # groups whose files add to each other
@@ -141,8 +142,17 @@ def no_key(key: str, error: Any) -> str:
     group = key.partition(".")[0]
     if error.full_key == group and (names := options(group)):
         return f"{key}: there is no such key; {group}=<name> brings some: {', '.join(names)}"
-    beside = {str(name) for name in error.parent_node or ()} - {"_target_"}
-    return f"{key}: there is no such key; {unknown(key.rpartition('.')[2], beside)}"
+    config: Any = OmegaConf.to_container(error.parent_node._get_root())
+    return no_such_key(key, config)
+
+
+def unreadable(override: str) -> str:
+    """That Hydra can't read an override, and how its value is quoted."""
+    key, _, value = override.partition("=")
+    pairs = (("[", "]"), ("{", "}"), ("(", ")"))
+    if any(value.count(one) != value.count(other) for one, other in pairs) or value.count('"') % 2:
+        return f"{override}: a bracket or a quotation mark of {key} has no other half"
+    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quoted(value)}\""""
 
 
 def _purpose(file: Path) -> str:

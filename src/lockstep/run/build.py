@@ -128,6 +128,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "precision": config.precision,  # the config may say auto
         "pieces": config.layout.pieces,
         "fingerprint": splits.fingerprint,
+        "samples": len(splits.train),
         "versions": versions(),
         "spec": asdict(splits.spec),  # with it, the model can be used where the data set is not
     }
@@ -191,7 +192,7 @@ def make_trainer(
         devices=1 if alone or layout.world_size == 1 else layout.devices,
         num_nodes=layout.world_size if alone else layout.num_nodes,
         precision=cast(Any, config.precision),
-        max_epochs=config.max_epochs,
+        max_epochs=config.length[0],
         max_steps=config.max_steps or -1,
         gradient_clip_val=config.gradient_clip_val,
         gradient_clip_algorithm=config.gradient_clip_algorithm,

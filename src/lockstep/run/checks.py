@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.run.familiar import no_such_key
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
 
@@ -105,18 +106,10 @@ def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """`did you mean X? known: ...`; of a long list only what is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=3)
-    nearest = f"did you mean {near[0]}?" if near else ""
-    return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"
-
-
 def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
     """The first key that is wrong, and in pydantic's words what it must be: of several kinds that it may have, each."""
     place: tuple[Any, ...] = errors[0]["loc"]
-    keys = [key] if key else []
+    keys, top = [key] if key else [], value
     for depth, part in enumerate(place):
         if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
             name = ".".join([*keys, part])
@@ -128,7 +121,12 @@ def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> 
         value = value[part]
     name = ".".join(keys)
     if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{name}: there is no such key; {unknown(keys[-1], known)}"
+        inner = value
+        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # all of `+trainer.max_epochs=3`
+            part, inner = next(iter(inner.items()))
+            name = f"{name}.{part}"
+        others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
+        return no_such_key(name, others, known if key or len(keys) > 1 else ())
     said = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
     right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in said)
     return f"{name}={show(value)}: must be {right}"

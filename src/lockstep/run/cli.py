@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -28,7 +28,7 @@ from lockstep.launch.environment import STARTED, environment, export, external_w
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.process_group import join_external, rank_zero_ends_with
 from lockstep.launch.signals import Interrupted
-from lockstep.run import arguments, checks, resume, slurm
+from lockstep.run import arguments, checks, lock, resume, slurm
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT, run_name
 from lockstep.run.summary import conclude, summary_of
@@ -37,7 +37,7 @@ Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
-BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json"}
+BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
@@ -73,10 +73,14 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
             return  # by an earlier start of the sweep
         keeps = environment().rank in ranks_with_folder(folder)
         try:
-            with resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
+            with lock.locked(folder, keeps), resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
                 job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
+        except lock.FolderBusy as busy:  # nothing in there is this run's
+            if sweeping:
+                raise
+            raised.append(busy)
         except Interrupted as interrupted:
             saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
             if saved and not sweeping and environment().rank == 0:
@@ -115,7 +119,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     except Exception as refused:  # by Hydra, or for a whole sweep, before any job
         raised[:] = [refused]
         sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if sweeping and isinstance(refused, BAD_INPUT) and environment().rank == 0:
+        ours = isinstance(refused, BAD_INPUT) and not isinstance(refused, lock.FolderBusy)
+        if sweeping and ours and environment().rank == 0:
             forget(Path(HydraConfig.get().sweep.dir))
     else:
         ran = True
@@ -151,6 +156,8 @@ def _message(error: BaseException) -> str:
         return arguments.no_key(match[1], error.__cause__)
     if match := re.match(r"Interpolation key '(\w+)\.name' not found", said):
         return arguments.no_name(match[1], sys.argv[1:])
+    if isinstance(error, OverrideParseException):
+        return arguments.unreadable(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
         return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):

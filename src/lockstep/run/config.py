@@ -22,6 +22,7 @@ from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
 from lockstep.step.compiled import GRAPHS, lacking
 
+EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
 
 
@@ -37,6 +38,12 @@ class Config(Kept):
     trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
     record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
     given: tuple[str, ...]  # dotted keys that the user has set, on the command line
+
+    @property
+    def length(self) -> tuple[int | None, int | None]:
+        """The largest number of epochs and of steps, whichever is reached first; None: without a limit."""
+        epochs = EPOCHS if self.max_epochs is None and self.max_steps is None else self.max_epochs
+        return epochs, self.max_steps
 
     @property
     def step_lr(self) -> float:
@@ -59,16 +66,19 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     Raises:
         Refusal: the first thing that is wrong.
     """
+    given = tuple(given)
     raw = _as_started(raw, given)
+    if "max_steps" in given and "max_epochs" not in given and raw.get("max_steps") is not None:
+        raw = {**raw, "max_epochs": None}  # an experiment's: what the user has set is what is trained
     keys: Keys = check_keys("", raw)
     name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
-    accelerator = _accelerator(keys)
+    accelerator, devices = _devices(keys)
     if name == "dp" and external_workers() > 1:
         raise Refusal("strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started")
     layout = layouts.resolve(
-        strategy=("ddp" if keys.devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
+        strategy=("ddp" if devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
         accelerator=accelerator,
-        devices=keys.devices,
+        devices=devices,
         num_nodes=keys.num_nodes,
         batch_size=keys.batch_size,
         pieces=keys.pieces,
@@ -93,23 +103,23 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         auto_accumulate=auto,
         trains=trains,
         record={**raw, "data_dir": keys.data_dir},  # it is read in other folders too
-        given=tuple(given),
+        given=given,
     )
 
 
-def _accelerator(keys: Keys) -> str:
+def _devices(keys: Keys) -> tuple[str, int]:
+    """Return the accelerator, and how many of its devices a machine uses."""
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
         raise Refusal("accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices")
-    if gpus and keys.devices > gpus and not (environment().own_gpu and gpus == 1):
+    devices = (gpus or 1) if keys.devices == "auto" else keys.devices
+    if gpus and devices > gpus and not (environment().own_gpu and gpus == 1):
+        raise Refusal(f"devices={devices}: this machine has {counted(gpus, 'GPU')}; accelerator=cpu simulates more")
+    if not gpus and devices > cpu_cap():
         raise Refusal(
-            f"devices={keys.devices}: this machine has {gpus} GPU{'s' * (gpus > 1)}; accelerator=cpu simulates more"
+            f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
         )
-    if not gpus and keys.devices > cpu_cap():
-        raise Refusal(
-            f"devices={keys.devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
-        )
-    return "gpu" if gpus else "cpu"
+    return ("gpu" if gpus else "cpu"), devices
 
 
 def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
@@ -129,7 +139,8 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
         return dict(raw)
     there = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
     for key, count in there.items():
-        if raw.get(key, 1) != count and (raw.get(key, 1) != 1 or key in given):
+        asked = raw.get(key, 1)
+        if asked not in (count, "auto", -1) and (asked != 1 or key in given):
             raise Refusal(
                 f"{key}={show(raw[key])}: {environment().started_by} has started {counted(workers, 'worker')} on "
                 f"{counted(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"

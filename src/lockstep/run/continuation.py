@@ -13,8 +13,11 @@ from lockstep.launch.atomic import same_file
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.process_group import of_rank_zero
 from lockstep.loading import Splits
+from lockstep.run.checks import show
 from lockstep.run.config import Config
 
+# Options of a data set that change what is done to its samples, and not which they are.
+CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
 LOG = logging.getLogger("lockstep")
 
 
@@ -89,6 +92,35 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
+
+
+def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
+    """Compares the data set with what a checkpoint records: its position and its schedule are counted in steps of that
+    training set. Where the data lie, and what is done to a sample (augmentation, transforms, mixing, sampling), may
+    change.
+
+    Raises:
+        Refusal: another opener, other classes, another number of training samples; or other options, where the content
+            is another one too.
+    """
+    before = recorded.get("config", {}).get("data", {})
+    if not before:  # saved on a signal, by a run without the checkpoint callback
+        return
+    other = "init_from= begins a new run with its weights"
+    if before.get("_target_") != config.data.get("_target_"):
+        names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
+        raise Refusal(f"data={names[0]}: {path} was trained on data={names[1]}; {other}")
+    samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
+    if samples != now:
+        raise Refusal(f"data: {path} counts its steps in {samples} training samples, and there are {now}; {other}")
+    if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
+        raise Refusal(f"data: {path} was trained on other classes; {other}")
+    options = (set(before) | set(config.data)) - CHANGEABLE
+    changed = sorted(name for name in options if before.get(name) != config.data.get(name))
+    if changed and recorded["fingerprint"] != splits.fingerprint:
+        name = changed[0]
+        was = show(before.get(name))
+        raise Refusal(f"data.{name}={show(config.data.get(name))}: {path} was trained with {was}; {other}")
 
 
 def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:

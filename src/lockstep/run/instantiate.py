@@ -13,7 +13,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pydantic.errors import PydanticUserError
 
 from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import checker, show, unknown
+from lockstep.run.checks import checker, show
+from lockstep.run.familiar import unknown
 from lockstep.run.targets import check_target
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only

@@ -22,7 +22,7 @@ from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
 from lockstep.run import cli, resume, supervisor
 from lockstep.run.arguments import keyed
-from lockstep.run.checks import ROOT
+from lockstep.run.checks import ROOT, show
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
 PROGRAM = "from lockstep.run import library; library._run()"
@@ -35,9 +35,14 @@ class Composed(dict[str, Any]):
         overrides: what it was composed from; a run folder records them, so that the run can be resumed.
     """
 
+    overrides: tuple[str, ...]
+
     def __init__(self, values: Any, overrides: tuple[str, ...]) -> None:
         super().__init__(values)
-        self.overrides = overrides
+        super().__setattr__("overrides", overrides)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise Refusal(f'config.{name}: a config does not change after compose(): compose("{name}={show(value)}")')
 
 
 def compose(*overrides: str) -> Composed:

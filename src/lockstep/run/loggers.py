@@ -109,7 +109,8 @@ def title(folder: Path) -> str:
             (folder.parent / "multirun.yaml", "hydra.overrides.task"),
         )
     )
-    told = [each for each in given if each not in common and key(each).partition(".")[0] not in NO_TITLE]
+    told = [each for each in given if key(each).partition(".")[0] not in NO_TITLE]
+    told = [each for each in told if each not in common] or told  # of a sweep's only job all is common
     return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
 
 

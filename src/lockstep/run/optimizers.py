@@ -16,6 +16,7 @@ from lockstep.callbacks.checkpoint_io import is_plain
 from lockstep.run.checks import matching
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate, locate, parameters
+from lockstep.run.length import length_of
 from lockstep.run.schema import Scheduler
 
 RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
@@ -99,8 +100,7 @@ def total_steps(config: Config, samples: int) -> int:
     """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
     if not config.trains:
         return sys.maxsize
-    steps = config.max_epochs * steps_per_epoch(config, samples)
-    return min(steps, config.max_steps or steps)
+    return length_of(config, samples).steps
 
 
 def smallest_piece(config: Config, samples: int) -> int:

@@ -22,6 +22,7 @@ from lockstep.run.arguments import config_folders, key, parsed, quoted, searched
 from lockstep.run.checks import ROOT
 
 MULTIRUN = {"-m", "--multirun"}
+LENGTH = {"max_epochs", "max_steps"}
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
@@ -119,6 +120,8 @@ def sweep_overrides(arguments: Sequence[str]) -> list[str]:
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise Refusal(f"{record}: can't be read") from error
     kept = {key(argument): argument for argument in map(str, before)}
+    if not any(sweeps(kept[name]) for name in LENGTH & kept.keys()):
+        _forget_length(kept, given)
     for argument in given:
         changed = kept.get(key(argument), argument)
         if sweeps(argument) or sweeps(changed):
@@ -145,8 +148,16 @@ def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[
         before += config_folders(OmegaConf.load(of_hydra), flags)
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
     kept = {key(override): override for override in before if key(override) not in left_out}
+    _forget_length(kept, given)
     kept |= {key(argument): argument for argument in given}
     return list(kept.values())
+
+
+def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
+    """Removes the length of the run that goes on where another one is given: epochs for steps, or steps for epochs."""
+    if LENGTH & {key(argument) for argument in given}:
+        for name in LENGTH:
+            kept.pop(name, None)
 
 
 def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:

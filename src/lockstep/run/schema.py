@@ -22,6 +22,13 @@ def filled(value: Any) -> Any:
     return {} if value is None else value
 
 
+def device_count(value: Any) -> Any:
+    """All devices as Lightning writes it, and as people do; a choice of them is refused."""
+    if isinstance(value, list | tuple):
+        raise ValueError("must be a number of devices, or auto for all; CUDA_VISIBLE_DEVICES=0,1 says which they are")
+    return "auto" if value == -1 and not isinstance(value, bool) else value
+
+
 def compile_mode(value: Any) -> Any:
     """What true and false mean for torch.compile."""
     return ("default" if value else None) if isinstance(value, bool) else value
@@ -178,7 +185,7 @@ class Kept:
     allocator: Literal["auto", "system"] = "auto"
     compile: Annotated[MODES | None, BeforeValidator(compile_mode)] = None
     resident: Flag | Literal["auto"] = "auto"
-    max_epochs: Whole = 1
+    max_epochs: Whole | None = None
     max_steps: Whole | None = None
     val_every: Whole | None = None
     lr: Positive = 1.0
@@ -207,7 +214,7 @@ class Keys(Kept):
     data: Data
     strategy: Strategy
     accelerator: Literal["auto", "cpu", "gpu"]
-    devices: Whole
+    devices: Annotated[Whole | Literal["auto"], BeforeValidator(device_count)]
     num_nodes: Whole
     batch_size: Whole
     pieces: Whole | None = None

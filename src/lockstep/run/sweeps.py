@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +31,7 @@ from lockstep.run.arguments import key
 from lockstep.run.checks import checker
 from lockstep.run.cli import SweepFailed
 from lockstep.run.config import check
+from lockstep.run.lock import FolderBusy, locked
 from lockstep.run.schema import Sweep
 from lockstep.run.summary import conclude, summary_of
 
@@ -82,6 +83,11 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
             except Refusal as refusal:
                 raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
     return list(arguments)
+
+
+def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
+    """Hold the lock of a sweep's folder, before anything is written there."""
+    return locked(Path(config.hydra.sweep.dir), environment().rank == 0)
 
 
 @contextmanager
@@ -275,6 +281,9 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
             conclude(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
         sys.exit(getattr(interrupted, "code", 130))
+    except FolderBusy as busy:  # the summary there is another run's
+        print(f"error: {busy}", file=sys.stderr)
+        sys.exit(2)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         conclude(job.folder, "failed", f"{type(error).__name__}: {error}")

@@ -27,8 +27,9 @@ from lockstep.loading import Splits
 from lockstep.run import fast, provenance, weights
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.config import Config
-from lockstep.run.continuation import checkpoint_in, must_fit, told
+from lockstep.run.continuation import checkpoint_in, must_be_same_data, must_fit, told
 from lockstep.run.ledger import Ledger
+from lockstep.run.length import length_of
 from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord, describe
@@ -64,11 +65,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     check_batch_norms(config, splits, module)
     data = make_data(config, splits, rank)
     samples = len(splits.train)
+    config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     callbacks += [Preemption(folder)]
     if checkpoint:
+        must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None

@@ -1,0 +1,111 @@
+"""Find the key that is meant by one that does not exist: many people know the keys of Lightning's Trainer, of
+lightning-hydra-template or of a script of their own."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+# Key, or its last part -> the keys that do this here; of those, the ones that the program has are named.
+RENAMED = {
+    "learning_rate": ("lr",),
+    "base_lr": ("lr",),
+    "max_lr": ("lr",),
+    "epochs": ("max_epochs",),
+    "num_epochs": ("max_epochs",),
+    "steps": ("max_steps",),
+    "num_steps": ("max_steps",),
+    "train_batch_size": ("batch_size",),
+    "optim": ("optimizer",),
+    "lr_scheduler": ("scheduler",),
+    "datamodule": ("data",),
+    "dataset": ("data",),
+    "net": ("model",),
+    "gpus": ("devices",),
+    "num_gpus": ("devices",),
+    "nodes": ("num_nodes",),
+    "workers": ("num_workers",),
+    "ckpt_path": ("resume", "init_from", "checkpoint"),
+    "resume_from_checkpoint": ("resume",),
+    "model_checkpoint": ("callbacks.checkpoint",),
+    "save_top_k": ("checkpoint_keep",),
+    "every_n_train_steps": ("checkpoint_every",),
+    "check_val_every_n_epoch": ("val_every",),
+    "val_check_interval": ("val_every",),
+    "log_every_n_steps": ("log_every",),
+    "gradient_accumulation_steps": ("accumulate_grad_batches",),
+    "grad_clip": ("gradient_clip_val",),
+    "max_grad_norm": ("gradient_clip_val",),
+    "dtype": ("precision",),
+    "amp": ("precision",),
+    "deterministic": ("exact",),
+    "fast_dev_run": ("debug=batch",),
+    "overfit_batches": ("debug=overfit",),
+    "task_name": ("name",),
+    "experiment_name": ("name",),
+    "default_root_dir": ("outputs",),
+    "output_dir": ("outputs",),
+    "log_dir": ("outputs",),
+    "enable_progress_bar": ("callbacks.console",),
+    "enable_checkpointing": ("callbacks.checkpoint",),
+}
+# What no single key does.
+EXPLAINED = {
+    "train": "train.py always trains; src/evaluate.py checkpoint=<file or run folder> tests only",
+    "test": "train.py tests where the data set has a test set; src/evaluate.py tests again",
+    "trainer": "what Lightning's Trainer takes stands at the top level: strategy=ddp devices=2 max_epochs=3, say",
+    "hparams_search": "scripts/search.py searches",
+    "tags": "name=<name> names a run; a logger's own options stand in conf/logger/",
+}
+
+
+def no_such_key(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+    """Return the line that refuses a dotted key, and names the one that is meant or the nearest.
+
+    Args:
+        config: the whole composed config as plain containers.
+        known: keys that stand beside it, where `config` does not say so.
+    """
+    group, _, last = key.rpartition(".")
+    beside: Any = config
+    for part in group.split(".") if group else ():
+        beside = beside.get(part) if isinstance(beside, Mapping) else beside
+    refused = f"{key}: there is no such key"
+    if hint := _meant(key, config):
+        return f"{refused}; {hint}"
+    if not beside and not known:
+        return f"{refused}: {group} is null here"
+    if not isinstance(beside, Mapping) and not known:
+        return f"{refused}: {group} has none below it"
+    names = known or [name for name in beside if not name.startswith("_") and name != "hydra"]
+    return f"{refused}; {unknown(last, names)}"
+
+
+def _meant(key: str, config: Mapping[str, Any]) -> str:
+    """Return `did you mean <key>?` or an explanation; nothing where neither is known."""
+    if key in EXPLAINED:
+        return EXPLAINED[key]
+    last = key.rpartition(".")[2]
+    renamed = [each for name in (key, last) for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in config]
+    same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
+    found = renamed or [each for each in same if "." not in each] or same[:3]
+    if found:
+        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
+    return EXPLAINED.get(key.partition(".")[0], "")
+
+
+def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """Yield the dotted keys that a user may give."""
+    for name, value in config.items():
+        if not name.startswith("_") and (above or name != "hydra"):
+            yield f"{above}{name}"
+            if isinstance(value, Mapping):
+                yield from _keys(value, f"{above}{name}.")
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """`did you mean X? known: ...`; of a long list only what is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    nearest = f"did you mean {near[0]}?" if near else ""
+    return f"{nearest} known: {', '.join(known)}".strip() if len(known) <= 12 else nearest or "--help lists them"

@@ -1,0 +1,26 @@
+"""How long a run is: the epochs and the steps at most, and which of them ends it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.arithmetic.order import DataOrder
+from lockstep.run.config import Config
+
+
+@dataclass(frozen=True)
+class Length:
+    """A whole run, from its first step, whichever checkpoint it continues from."""
+
+    steps: int  # optimizer steps
+    epochs: int  # passes over the training set; the last one may be cut short
+    ends_by: Literal["max_epochs", "max_steps"]  # the key whose limit is reached first; both at once: max_steps
+
+
+def length_of(config: Config, samples: int) -> Length:
+    """Return how long a run on `samples` training samples is."""
+    per_epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
+    epochs, steps = config.length
+    if epochs is not None and (steps is None or steps > epochs * per_epoch):
+        return Length(epochs * per_epoch, epochs, "max_epochs")
+    assert steps is not None
+    return Length(steps, -(-steps // per_epoch), "max_steps")
