@@ -35,6 +35,7 @@ class Checkpoint(LightningCheckpoint):
         record: plain data kept in each checkpoint under `lockstep`: config, the data's fingerprint, versions.
 
     Attributes:
+        monitor: as above.
         best_score: the monitored metric of the best; None: there is none.
         seconds: time that training stood still for saving, on this rank.
         saved: the step after which `last.ckpt` was written last.
@@ -55,7 +56,7 @@ class Checkpoint(LightningCheckpoint):
         self.saved = -1
         self._last, self._best = (Path(folder) / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
         self._every = every
-        self._monitor = monitor
+        self.monitor = monitor
         self._mode = mode
         self._record = record or {}
         self._best_step = -1
@@ -63,6 +64,13 @@ class Checkpoint(LightningCheckpoint):
         self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
         self._due = False
         self._unapplied = False  # whether what was saved last has gradients under way
+
+    @property
+    def best(self) -> str:
+        """What the best checkpoint has and since when, `val/acc 0.9912 at step 420`; empty if there is none."""
+        if self.best_score is None or not self._best.exists():
+            return ""
+        return f"{self.monitor} {self.best_score:.4f} at step {self._best_step}"
 
     @property
     def best_path(self) -> Path | None:
@@ -107,9 +115,9 @@ class Checkpoint(LightningCheckpoint):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
-        if self._monitor is not None and expected and self._monitor not in names:
+        if self.monitor is not None and expected and self.monitor not in names:
             logged = ", ".join(names) or "nothing"
-            raise Refusal(f"callbacks.checkpoint.monitor={self._monitor}: nothing logs it; logged: {logged}")
+            raise Refusal(f"callbacks.checkpoint.monitor={self.monitor}: nothing logs it; logged: {logged}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._unapplied:  # of a run that was stopped early; by now they are applied
@@ -122,10 +130,10 @@ class Checkpoint(LightningCheckpoint):
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self._monitor, "mode": self._mode, **kept}
+        return {"monitor": self.monitor, "mode": self._mode, **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (state_dict["monitor"], state_dict["mode"]) == (self._monitor, self._mode):  # else scores can't be compared
+        if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self._mode):  # else scores can't be compared
             self.best_score, self._best_step = state_dict["best_score"], state_dict["best_step"]
 
     # --- the best ---
@@ -143,7 +151,7 @@ class Checkpoint(LightningCheckpoint):
 
     def _improved(self, trainer: Trainer) -> bool:
         """Whether the monitored metric is the best so far; if so, it is the new best score."""
-        metric = trainer.callback_metrics.get(self._monitor or "")
+        metric = trainer.callback_metrics.get(self.monitor or "")
         if metric is None:
             return False
         # Rank zero decides: a metric that a module did not reduce differs between ranks, and saving is collective.

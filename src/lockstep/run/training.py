@@ -5,11 +5,13 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact import Damaged
@@ -27,8 +29,9 @@ from lockstep.run.build import make_callbacks, make_data, make_module, make_trai
 from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_fit, told
 from lockstep.run.ledger import Ledger
+from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
-from lockstep.run.summary import RunRecord, describe
+from lockstep.run.summary import RunRecord
 from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
@@ -50,13 +53,21 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begun = [weights.begin("init_from", module, config.init_from, True)] if config.init_from and not checkpoint else []
+    begins = [splits.about]
+    if config.init_from and not checkpoint:
+        begins.append(weights.begin("init_from", module, config.init_from, True))
+    begins += told(config, splits, resumed)
+    if config.audit and config.layout.num_devices == 1:
+        begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), Heartbeat(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    callbacks += [Preemption(folder)]
+    chosen = fast.describe(module, config.compile is not None)
+    first_lines = partial(start_lines, config, splits, module, folder, chosen)
+    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
+    callbacks += [Preemption(folder), starts]
     if checkpoint:
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
@@ -67,12 +78,6 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        chosen = fast.describe(module, config.compile is not None)
-        begins = [describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)]
-        if config.audit and config.layout.num_devices == 1:
-            begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
-        for message in filter(None, begins):
-            LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
     del resumed
@@ -85,10 +90,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             run.metrics["audit/pieces"] = again = trainer.audit.pieces
             LOG.info(f"audit: {counted(again, 'piece')} computed again, all the same bits")
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
-            reasons = filter(None, (getattr(each, "stopping_reason_message", None) for each in callbacks))
-            LOG.info(
-                "ended early, after step %d of %d: %s", trainer.global_step, steps, next(reasons, "a callback's wish")
-            )
+            reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
+            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
@@ -110,7 +113,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         raise
-    return run.finish("completed", None)
+    summary = run.finish("completed", None)
+    if rank == 0:
+        trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance is what to expect
+        chance = at_chance(run.metrics, splits, starts.lr) if trained else None
+        for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
+            LOG.info(line)
+    return summary
 
 
 def check_sizes(config: Config, samples: int) -> None:
@@ -122,6 +131,16 @@ def check_sizes(config: Config, samples: int) -> None:
     if config.strategy.sync_batchnorm and 0 < (tail := samples % size) < pieces:
         why = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
         raise Refusal(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
+
+
+def stopped_by(callback: Any) -> str | None:
+    """Why a callback has ended the run, where it is Lightning's EarlyStopping."""
+    if not isinstance(callback, EarlyStopping) or not callback.stopping_reason_message:
+        return None
+    if callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+        best = f"its best is {float(callback.best_score):.4f}"
+        return f"{callback.monitor} has not improved in the last {callback.wait_count} validations, {best}"
+    return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
 def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:

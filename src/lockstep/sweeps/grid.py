@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -13,9 +14,9 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.layout import Refusal, counted, duration
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import gpu_count
+from lockstep.launch.machine import cores, gpu_count
 from lockstep.launch.meeting import decide
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
@@ -68,6 +69,7 @@ def launch(
         print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
     if config.hydra.job.config_name == "train":
         check_jobs(config, context, missing)
+        give_same_threads(config, context, every, places)
 
     def start(job: Job) -> None:
         """Runs one job as Hydra's launchers do: composed, in its folder, with what it was given on record."""
@@ -101,14 +103,34 @@ def launch(
 def check_jobs(config: DictConfig, context: HydraContext, listed: Iterable[Job]) -> None:
     """Refuses, naming the job, what that would refuse when it comes to it, hours later perhaps."""
     for job in listed:
-        composed = context.config_loader.load_sweep_config(config, job.overrides)
-        with open_dict(composed):
-            del composed["hydra"]
         try:
-            plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-            check(plain)
+            check(_composed(config, context, job))
         except Refusal as refusal:
             raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+
+
+def give_same_threads(config: DictConfig, context: HydraContext, every: Sequence[Job], places: Sequence[Slot]) -> None:
+    """Where `threads` is not given and the jobs' layouts would have different numbers of CPU threads, adds the smallest
+    of them to the overrides of each job. Sums over another number of threads are rounded differently, and a comparison
+    of layouts would show that instead."""
+    share = min((len(place.cores) for place in places if place.cores), default=cores()) / cores()  # of a job
+    found: dict[int, int | None] = {}
+    for job in every:  # those that are complete, too: a resumed sweep goes on as it began
+        with suppress(Refusal):
+            checked = check(_composed(config, context, job))
+            found[job.number] = None if checked.threads else max(1, int(checked.worker_threads * share))
+    numbers = {threads for threads in found.values() if threads is not None}
+    for job in every:
+        if len(numbers) > 1 and found.get(job.number) is not None:
+            job.overrides.append(f"threads={min(numbers)}")
+
+
+def _composed(config: DictConfig, context: HydraContext, job: Job) -> Any:
+    """A job's config as plain containers."""
+    composed = context.config_loader.load_sweep_config(config, job.overrides)
+    with open_dict(composed):
+        del composed["hydra"]
+    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
 
 
 def _places(count: int, config: DictConfig, inside: bool) -> list[Slot]:
@@ -171,10 +193,3 @@ class Progress:
         print(" | ".join(parts), file=sys.stderr, flush=True)
         if status != "completed":
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
