@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 SECONDS = 5.0  # between two looks for new runs
+HARMLESS = "TensorFlow installation not found"  # TensorBoard's first line: what is shown here needs none
 
 
 def main() -> int:
@@ -27,11 +29,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as links:
         link(Path(runs), Path(links))
         command = ["-m", "tensorboard.main", "--logdir", links, "--reload_interval", "5", *options]
-        process = subprocess.Popen([sys.executable, *command])
+        process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         over = threading.Event()
         looking = threading.Thread(target=look, args=(Path(runs), Path(links), over))
         looking.start()
+        speaking = threading.Thread(target=pass_on, args=(process.stderr,), daemon=True)
+        speaking.start()
         try:
             return process.wait()
         except KeyboardInterrupt:
@@ -39,6 +43,14 @@ def main() -> int:
         finally:
             over.set()
             looking.join()
+            speaking.join(SECONDS)  # a process that TensorBoard has started may live longer
+
+
+def pass_on(lines: Iterable[str]) -> None:
+    """Prints TensorBoard's messages as they come."""
+    for line in lines:
+        if not line.startswith(HARMLESS):
+            print(line, end="", file=sys.stderr, flush=True)
 
 
 def look(runs: Path, links: Path, over: threading.Event) -> None:

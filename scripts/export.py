@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch import logs
 from lockstep.loading import Spec
 from lockstep.run import cli
 from lockstep.run.checks import checker
@@ -87,6 +88,7 @@ def export(raw: dict[str, Any], folder: Path) -> None:
 def changes(module: pl.LightningModule, spec: Spec) -> bool:
     """Whether images are others after the module's own `on_after_batch_transfer`, though nobody trains."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # what devices there are
+    logs.hide_harmless_warnings()
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
     found, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)

@@ -177,7 +177,8 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             raise Interrupted(code - 128)
         if code:
             job.folder.mkdir(exist_ok=True)
-            conclude(job.folder, "failed", said.removeprefix("error: "), {"refused": code == cli.REFUSED})
+            error = said.partition("\n")[0].removeprefix("error: ")
+            conclude(job.folder, "failed", error, {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
     run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()])

@@ -38,6 +38,8 @@ class Clock:
 class FakeBatch:
     """What the callbacks need of a StepBatch."""
 
+    skipped = False
+
     def __init__(self, number: int, local: int = SIZE, samples: int = SIZE) -> None:
         self.num_local_samples, self.samples = local, samples
         self.x = torch.full((SIZE, 3), float(number))

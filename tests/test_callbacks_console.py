@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 import termios
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,9 @@ def test_the_bar_leaves_whole_lines(tmp_path: Path) -> None:
     assert "█" in text
     assert "12/12" in text
     assert "acc 0.2500" in text
+    for step in (2, 5, 8, 11):  # between two measurements, which are at steps 1, 6, 7 and 12
+        assert f"loss {step}  acc" in text
+    assert re.search(r"\b\d+ s left", text)
     for epoch in ("epoch 1/2  step 6", "epoch 2/2  step 12"):
         assert text.count(epoch) == 1
 

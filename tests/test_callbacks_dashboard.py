@@ -91,7 +91,9 @@ def test_the_run_as_text(board: Board) -> None:
         [tensor_util.make_ndarray(event.tensor_proto).item().decode() for event in board.events.Tensors(tag)]
         for tag in ("about/text_summary", "config/text_summary")
     )
-    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | 6 steps per epoch, 12 in all | lr 0.03" in about[0]
+    assert "step 32 samples = 2 pieces x 16 on 2 devices, 1 each | ddp on cpu\n" in about[0]
+    assert "6 steps per epoch, 12 in all (max_epochs=2) | 32-true\n" in about[0]
+    assert about[0].endswith("lr 0.02\n```")
     told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
     assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["meter"]["log_seconds"]) == (32, "ddp", 30)
 
@@ -99,7 +101,7 @@ def test_the_run_as_text(board: Board) -> None:
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
     told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
-    assert told.hparams["lr"].number_value == 0.03
+    assert told.hparams["lr"].number_value == 0.02
     assert told.hparams["strategy.name"].string_value == "ddp"
     assert not told.hparams["exact"].bool_value
     assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]

@@ -6,7 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 import plain
 import pytest
-from plain import SIZE, STEPS, Clock, Counting, Loader, Plain, loaders, trainer_with
+from plain import SIZE, STEPS, Clock, Counting, FakeBatch, Loader, Plain, loaders, trainer_with
+from torch import Tensor
 
 from lockstep.callbacks import Checkpoint, Meter, meter
 
@@ -101,6 +102,22 @@ def test_a_step_weighs_as_many_samples_as_it_has_here(tmp_path: Path) -> None:
     trainer = trainer_with(tmp_path, Meter())
     trainer.fit(Counting(), Loader(3, local=(4, 0, 2)))
     assert trainer.callback_metrics["train/loss"] == pytest.approx((4 * 1 + 2 * 3) / 6)
+
+
+@pytest.mark.parametrize("skipped", [(0,), (1, 2)], ids=["the first", "later"])
+def test_a_skipped_step_does_not_count(tmp_path: Path, skipped: tuple[int, ...]) -> None:
+    class Skips(Counting):
+        def training_step(self, batch: FakeBatch, batch_idx: int) -> dict[str, Tensor]:
+            found = super().training_step(batch, batch_idx)
+            batch.skipped = batch_idx in skipped
+            return {name: value + 1000 for name, value in found.items()} if batch.skipped else found
+
+    measured = Meter(log_every=1)
+    trainer = trainer_with(tmp_path, measured)
+    trainer.fit(Skips(), Loader(3))
+    left = [step + 1 for step in range(3) if step not in skipped]
+    assert trainer.callback_metrics["train/loss"] == sum(left) / len(left)
+    assert trainer.callback_metrics["train/acc"] == 0.25
 
 
 @pytest.mark.parametrize("step", [2, 5])

@@ -123,7 +123,8 @@ def test_what_a_data_module_may_not_do_is_refused(name: str, says: str) -> None:
 
 def test_learning_rates_are_those_before_the_schedule() -> None:
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}], lr=0.1)
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.2}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     assert learning_rates([optimizer]) == [0.1, 0.2]
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
     assert learning_rates([optimizer]) == [0.1, 0.2]

@@ -69,7 +69,8 @@ OTHER: dict[str, Any] = {
     "image_folder: data.augment.fill": "zero",
     "image_list: data.augment.fill": "zero",
 }
-BESIDE = {"data.csv", "plateau: scheduler.interval"}  # without a list there are no images; tests/test_run_optimizers.py
+# Without a list there are no images; the others are in tests/test_run_optimizers.py.
+BESIDE = {"data.csv", "plateau: scheduler.interval", "optimizer.lr"}
 
 
 def other(key: str, value: Any, file: str) -> Any:
@@ -203,16 +204,17 @@ OF_HYDRA = {"outputs"}  # conf/hydra/default.yaml has it in the run's folder
 
 @pytest.mark.parametrize("key", sorted({field.name for field in fields(Keys)} - OF_HYDRA))
 def test_each_key_of_the_front_page_is_read(key: str) -> None:
-    """In the layout, in the learning rate of a step, or by the engine, in words."""
+    """In the layout, in the learning rate of a step, in a worker's threads, or by the engine, in words."""
     others = {"accelerator": None, "num_nodes": None, "lr_scaling": "linear"}
     raw = composed("accelerator=cpu", "lr_scaling=sqrt", "data=synthetic")
     read = re.search(rf"\b(?:config|cfg)\.{key}\b", ENGINE) is not None
-    if key in LAYOUT or key in ("lr", "lr_scaling", "reference_batch_size"):
+    if key in LAYOUT or key in ("lr", "lr_scaling", "reference_batch_size", "threads"):
         value = others[key] if key in others else other(key, raw[key] if raw[key] is not None else 1, "")
         if value is not None:
             raw |= {"batch_size": 64 * 3}
             before, after = check(raw), check(raw | {key: value})
-            read = (before.layout, before.step_lr) != (after.layout, after.step_lr)
+            of_both = [(each.layout, each.step_lr, each.worker_threads) for each in (before, after)]
+            read = of_both[0] != of_both[1]
     assert read or key == "accelerator", f"nobody reads {key}"
     assert not re.search(rf"\b(?:config|cfg)\.{key}_\b", ENGINE), "the control"
 

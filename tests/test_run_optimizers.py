@@ -57,8 +57,8 @@ def test_biases_and_norms_decay_if_asked(decays: bool) -> None:
             {"betas": (0.8, 0.9), "lr": 0.2},
         ),
         (["optimizer._target_=torch.optim.Adam", "~optimizer.momentum", "~optimizer.nesterov"], torch.optim.Adam, {}),
-        (["+optimizer.lr=0.5"], torch.optim.SGD, {"lr": 0.5}),
-        (["lr_scaling=linear", "batch_size=128"], torch.optim.SGD, {"lr": 0.06}),
+        (["optimizer.lr=0.5"], torch.optim.SGD, {"lr": 0.5}),
+        (["lr_scaling=linear", "batch_size=128"], torch.optim.SGD, {"lr": 0.04}),
     ],
 )
 def test_any_optimizer_by_hydras_convention(
@@ -67,6 +67,34 @@ def test_any_optimizer_by_hydras_convention(
     optimizer: torch.optim.Optimizer = offered(*overrides)["optimizer"]([nn.Parameter(torch.zeros(1))])
     assert type(optimizer) is kind
     assert {name: optimizer.param_groups[0][name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        ([], 0.02),
+        (["optimizer=adamw"], 0.001),
+        (["optimizer=adamw", "lr=0.1"], 0.1),
+        (["optimizer=adamw", "optimizer.lr=0.005"], 0.005),
+        (["optimizer=adamw", "lr_scaling=linear", "batch_size=128"], 0.002),
+        (["~optimizer.lr"], 0.001),  # a file that has none
+        (["experiment=mnist_cnn"], 0.05),
+        (["experiment=mnist_cnn", "optimizer=adamw"], 0.05),
+    ],
+)
+def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[str], lr: float) -> None:
+    config = check(dict(compose("max_epochs=2", *overrides)))
+    optimizer = optimization(config, SAMPLES)["optimizer"]([nn.Parameter(torch.zeros(1))])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr)
+    ratio = config.layout.batch_size / config.reference_batch_size if config.lr_scaling == "linear" else 1
+    assert config.record["lr"] == pytest.approx(lr / ratio)
+    assert "lr" not in config.record["optimizer"], "a record that names two would contradict itself"
+
+
+def test_two_learning_rates_are_refused() -> None:
+    both = dict(compose("optimizer.lr=0.1", "lr=0.2"))
+    with pytest.raises(Refusal, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too, and decides: give lr=\.\.\. alone$"):
+        check(both, given=["optimizer.lr", "lr"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +107,7 @@ def test_any_optimizer_by_hydras_convention(
             r"\(~optimizer.momentum ~optimizer.nesterov ~optimizer.weight_decay\)",
         ),
         (["optimizer.momentum=null"], "^optimizer.momentum=null: must be a valid number$"),
-        (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.03, betas=x, "),
+        (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.001, betas=x, "),
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
         (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must lie in 0\.\.20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
@@ -133,9 +161,9 @@ def test_schedules_of_torch_know_the_length_of_the_run() -> None:
         return offered("scheduler=constant", "~scheduler.factor", target, *options)
 
     annealed = rates(of_torch("CosineAnnealingLR", "+scheduler.T_max=later:total_steps"), 21)
-    assert annealed == pytest.approx([0.03 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
-    assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.03)
-    assert rates(offered("scheduler=constant"), 3) == [0.03] * 3
+    assert annealed == pytest.approx([0.02 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(21)])
+    assert max(rates(of_torch("OneCycleLR", "+scheduler.max_lr=later:lr"), 20)) == pytest.approx(0.02)
+    assert rates(offered("scheduler=constant"), 3) == [0.02] * 3
 
 
 FUSED = ("+optimizer.fused=false", "+optimizer.fused=true")

@@ -43,7 +43,7 @@ def test_batch_goes_through_training_validation_and_test(run_train: Program) -> 
 def test_overfit_learns_one_batch_by_heart(run_train: Program) -> None:
     run = run_train("debug=overfit", *LAYOUT, *SMALL)
     metrics = run.summary["metrics"]
-    assert (run.summary["steps"], run.summary["samples_seen"]) == (100, 3200)
+    assert (run.summary["steps"], run.summary["samples_seen"]) == (150, 4800)
     assert metrics["train/loss"] < 0.01
     assert metrics["train/acc"] == 1
     assert not [name for name in metrics if name.startswith(("val/", "test/"))]

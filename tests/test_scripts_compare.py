@@ -51,7 +51,7 @@ def test_two_runs_and_the_curves_of_one(tmp_path: Path) -> None:
     done = compare(one.folder, two.folder)
     assert done.returncode == 0, done.stderr
     found = rows(done.stdout)
-    assert found["lr"] == ("0.03", "0.07")
+    assert found["lr"] == ("0.02", "0.07")
     assert found["strategy"] == ("single", "dp")
     assert found["devices"] == ("1", "2")
     assert found["weights_sha256"] == (one.summary["weights_sha256"][:12], two.summary["weights_sha256"][:12])

@@ -345,6 +345,14 @@ def test_running_statistics_of_a_step_are_the_mean_over_its_pieces(tmp_path: Pat
 class Broken(Net):
     """Its loss is not finite in one step, nor is what its layers have seen."""
 
+    skipped: list[bool]
+
+    def on_train_start(self) -> None:
+        self.skipped = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.skipped.append(batch.skipped)
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.trainer.global_step == 1:
             batch = (batch[0] * float("nan"), batch[1])
@@ -367,6 +375,7 @@ def test_a_step_left_out_changes_nothing(tmp_path: Path, pieces: int) -> None:
     fit(tmp_path, once, ours=True, pieces=pieces, max_steps=1)
     trainer, _ = fit(tmp_path, module, ours=True, pieces=pieces, max_steps=2, policy="skip")
     assert trainer.global_step == 2
+    assert module.skipped == [False, True]
     assert torch.equal(weights(module), weights(once))
     assert not torch.equal(weights(once), weights(Broken(norm=True)))
 

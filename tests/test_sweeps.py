@@ -9,6 +9,7 @@ import pytest
 from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.launch.machine import cores
 from lockstep.run.resume import sweep_overrides as arguments
 from lockstep.run.sweeps import Slot, slots
 
@@ -46,6 +47,16 @@ def test_a_killed_job_leaves_the_others_alone(killed: Run) -> None:
     assert re.search(r": seed=1 \| val/acc [\d.]+ \| best [\d.]+ \(job 0\) \| about \d+ s left$", lines[0])
     assert f"sweep.resume={os.path.relpath(killed.jobs[0].parent)}\n" in killed.stderr
     assert killed.stderr.endswith("error: 1 job of the sweep failed\n")
+
+
+def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> None:
+    """Where that follows from the layout: two workers have a core each, one has all."""
+    task = [each for each in SWEEP if not each.startswith(("strategy", "devices", "threads"))]
+    run = Program(tmp_path)("-m", *task, "seed=1", "max_steps=1", "strategy=ddp,dp", "devices=2", "logger=none")
+    threads = {re.search(r"\| (?:channels_last, )?(\d+) threads?", (job / "train.log").read_text()) for job in run.jobs}
+    assert len({match and match[1] for match in threads}) == 1
+    given = [(job / ".hydra" / "overrides.yaml").read_text() for job in run.jobs]
+    assert all(f"threads={max(1, cores() // 2)}" in each for each in given) or cores() == 1
 
 
 def test_what_is_missing_is_run(killed: Run) -> None:

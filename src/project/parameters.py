@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.layout import Refusal, listed
 from lockstep.run.checks import matching
 
 LOG = logging.getLogger("lockstep")
@@ -99,9 +99,13 @@ class Unfreeze(BaseFinetuning):
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
         """No group is added to the optimizer: it has these parameters from the beginning, so that every schedule moves
         them and a run that goes on finds them where they were."""
-        for name, pattern in self.patterns.items():
-            if epoch >= self.epochs[pattern]:
-                pl_module.get_parameter(name).requires_grad_(True)
+        due = {name: pl_module.get_parameter(name) for name, at in self.patterns.items() if epoch >= self.epochs[at]}
+        new = {name: parameter for name, parameter in due.items() if not parameter.requires_grad}
+        for parameter in new.values():
+            parameter.requires_grad_(True)
+        if new and pl_module.global_rank == 0:
+            size = sum(parameter.numel() for parameter in new.values())
+            LOG.info("epoch %d: %s parameters more are trained from now on: %s", epoch + 1, f"{size:,}", listed(new, 6))
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning's would put the optimizer's settings of that epoch back."""

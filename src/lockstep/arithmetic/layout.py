@@ -136,6 +136,13 @@ def listed(names: Iterable[object], most: int = 3) -> str:
     return ", ".join(words[:most]) + ", ..." * (len(words) > most)
 
 
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 @lru_cache(maxsize=16)
 def _borders(total: int, parts: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Where `split` begins each part, and where it ends: kept, since each of many devices asks."""

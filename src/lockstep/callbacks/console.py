@@ -9,23 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from lockstep.arithmetic.layout import duration
+from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import Meter, find
 from lockstep.step.loop import is_last_step
 
 LOG = logging.getLogger("lockstep")
-BAR = "{desc} {bar} {n_fmt}/{total_fmt}{postfix} {remaining}"
+BAR = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}  {left}"
 
 
 class Console(Callback):
     """Says one line per epoch, one per validation inside it, and the test's result, through the logger `lockstep`: on
     the console and in train.log.
 
-    On a terminal a bar stands below; elsewhere a long epoch says once in a while how far it is.
+    On a terminal a bar stands below, with what `training_step` returned a moment ago on rank zero (no mean, and nobody
+    waits for a GPU to know it); elsewhere a long epoch says once in a while how far it is.
 
     Args:
         bar: whether to draw the bar; None: when standard error is a terminal.
@@ -45,6 +50,7 @@ class Console(Callback):
         self._next = math.inf  # time of the next redraw or line; never on other ranks than zero
         self._meter: Meter | None = None
         self._bar: Any = None
+        self._arriving: Arriving | None = None  # what a step before has returned
         self._drawing = contextlib.ExitStack()  # while it stands, log lines are written above it
         self._ended = ""  # the beginning of an epoch's line that is not out yet
 
@@ -56,23 +62,27 @@ class Console(Callback):
         if self._wants_bar:
             self._drawing.enter_context(logging_redirect_tqdm([LOG]))
             steps = {"total": trainer.estimated_stepping_batches, "initial": trainer.global_step}
-            self._bar = self._drawing.enter_context(tqdm(**steps, bar_format=BAR, leave=False, dynamic_ncols=True))
+            self._bar = self._drawing.enter_context(Bar(**steps, bar_format=BAR, leave=False, dynamic_ncols=True))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch % self._every_epochs == 0:
             self._say_epoch(trainer)
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (now := time.monotonic()) < self._next:
             return
         self._next = now + self._pause
-        train = _metrics(self._meter.latest if self._meter else {}, "train/")
-        if self._bar:
-            self._bar.n = trainer.global_step
-            self._bar.set_description_str(_epoch(trainer), refresh=False)
-            self._bar.set_postfix_str(_line(train.replace("train/", ""), self._speed()))
-        else:
+        if not self._bar:
+            train = _metrics(self._meter.latest if self._meter else {}, "train/")
             LOG.info(_line(f"{_step(trainer)}/{trainer.estimated_stepping_batches}", train, self._speed()))
+            return
+        if self._arriving is None and batch.num_local_samples and not batch.skipped:
+            self._arriving = Arriving(outputs)
+        if self._arriving and self._arriving.done:
+            self._bar.numbers, self._arriving = _metrics(self._arriving.numbers), None
+        self._bar.n = trainer.global_step
+        self._bar.set_description_str(_epoch(trainer), refresh=False)
+        self._bar.set_postfix_str(_line(self._bar.numbers, self._speed()))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.is_last_batch or is_last_step(trainer):
@@ -95,7 +105,10 @@ class Console(Callback):
         found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
         if found and trainer.is_global_zero:
             path, step = weights_in_use(trainer)
-            title = f"test ({Path(path).name if path else 'last weights'}, step {step})"
+            name = Path(path).name if path else "last weights"
+            saved = next((each for each in trainer.checkpoint_callbacks if isinstance(each, Checkpoint)), None)
+            by = f" by {saved.monitor}" if saved and path and Path(path) == saved.best_path else ""
+            title = f"test ({name}{by}, step {step})"
             LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in found.items())))
 
     # --- lines ---
@@ -113,6 +126,47 @@ class Console(Callback):
     def _stop_bar(self) -> None:
         self._drawing.close()
         self._bar, self._next = None, math.inf
+
+
+class Bar(tqdm):
+    """A bar that says how much time is left with its unit.
+
+    Attributes:
+        numbers: of a step, as text.
+    """
+
+    numbers = ""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        known = super().format_dict
+        made = known["n"] - known["initial"]
+        left = duration(known["elapsed"] / made * (known["total"] - known["n"])) if made > 0 else "?"
+        return {**known, "left": f"{left} left"}
+
+
+class Arriving:
+    """Numbers of a device on their way to the host, which does not wait for them.
+
+    Args:
+        outputs: 0-dim tensors by name, all on one device.
+    """
+
+    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
+        self._names = list(outputs)
+        values = torch.stack([value.detach().double() for value in outputs.values()])
+        self._values = values.to("cpu", non_blocking=True)
+        self._event = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    @property
+    def done(self) -> bool:
+        """Whether they have arrived."""
+        return self._event is None or bool(self._event.query())
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """They, once they are `done`."""
+        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 def _epoch(trainer: Trainer) -> str:

@@ -31,7 +31,7 @@ class Dashboard(Callback):
 
     Args:
         config: resolved config, plain containers.
-        headline: the run in one line.
+        headline: step, layout and length of the run.
     """
 
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
@@ -52,7 +52,8 @@ class Dashboard(Callback):
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                first_page.write(logger.experiment, trainer.global_step, self._config, self._headline)
+                about = f"{self._headline}\n{first_page.peak_lr(trainer.optimizers)}"
+                first_page.write(logger.experiment, trainer.global_step, self._config, about)
             elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
                 logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
 

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
+from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
 
 COMPARED = ("val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second")  # on the HParams page
@@ -59,6 +60,13 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
         axes.locator_params(axis="x", nbins=3)
         axes.grid(alpha=0.3)
     return made
+
+
+def peak_lr(optimizers: Sequence[Optimizer]) -> str:
+    """The learning rates that the optimizers' schedules rise to, `lr 0.01` or `lr 0.01 to 0.05`, for people."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = {float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups}
+    return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
 
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:

@@ -69,7 +69,8 @@ class Meter(Callback):
     numbers. It happens at the same step on all ranks.
 
     An epoch's means of what `training_step` returns, `train/loss` and the like, are logged at its end (not to the
-    loggers, which get them between two measurements), and they are right after a resume in mid-epoch too.
+    loggers, which get them between two measurements), and they are right after a resume in mid-epoch too. Steps that
+    `nonfinite=skip` has skipped are left out.
 
     Args:
         log_every: optimizer steps between two measurements.
@@ -142,7 +143,9 @@ class Meter(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._alone += self._last_backward - self._began
         self.samples_seen += batch.samples
-        if batch.num_local_samples:
+        if batch.num_local_samples and batch.skipped:  # what it returned counts for nothing, and may be nan
+            self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
+        elif batch.num_local_samples:
             self._returned.append((outputs, batch.num_local_samples))
         self.fresh = self.due(trainer, trainer.global_step)
         if self.fresh:

@@ -2,6 +2,7 @@
 
 import faulthandler
 import logging
+import re
 import signal
 import threading
 import time
@@ -15,6 +16,19 @@ from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 
 LOG = logging.getLogger("lockstep")
+# Messages of libraries about what Lockstep does on purpose, or what nobody here can change: the library, and a part of
+# the text that nothing else has. They are written nowhere; everything else is.
+HARMLESS = (
+    ("lightning", "The `srun` command is available on your system but is not used."),
+    ("lightning", "`isinstance(treespec, LeafSpec)` is deprecated"),
+    ("lightning", "is smaller than the logging interval Trainer(log_every_n_steps="),  # Meter measures an epoch's end
+    ("lightning", "does not have many workers which may be a bottleneck"),  # sets in memory need none
+    ("lightning", "The following callbacks returned in `LightningModule.configure_callbacks` will override"),
+    ("lightning", "TPU available: False, using: 0 TPU cores"),
+    ("lightning", "For seamless cloud logging and experiment tracking, try installing [litlogger]"),
+    ("torch", "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead"),
+    ("torch", "torch.distributed.nn.functional.all_gather is deprecated"),
+)
 
 
 def file_of(rank: int) -> str:
@@ -25,7 +39,7 @@ def file_of(rank: int) -> str:
 def configure(folder: Path, rank: int) -> None:
     """Sends this process's messages to its file in the run folder, and rank zero's own to the console too.
 
-    Warnings and Lightning's notices go to the file only: what a user must know, Lockstep says itself.
+    Warnings and Lightning's notices go to the file only, without HARMLESS: what a user must know, Lockstep says itself.
     """
     path = (folder / file_of(rank)).absolute()
     if environment().scratch:  # the parent finds the log there
@@ -33,6 +47,7 @@ def configure(folder: Path, rank: int) -> None:
             Path(environment().scratch, f"log_{rank}").symlink_to(path)
     file = logging.FileHandler(path, encoding="utf-8", delay=rank > 0)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.addFilter(lambda record: record.name.startswith("lockstep") or not _is_harmless(record.getMessage()))
     logging.root.handlers = [file]
     logging.root.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -46,6 +61,16 @@ def configure(folder: Path, rank: int) -> None:
     console.setFormatter(logging.Formatter("%(message)s"))
     LOG.handlers = [console] if rank == 0 else []
     LOG.setLevel(logging.INFO)
+
+
+def hide_harmless_warnings() -> None:
+    """Keeps the warnings of HARMLESS off the console of a program that has no log."""
+    for _, text in HARMLESS:
+        warnings.filterwarnings("ignore", message=f".*{re.escape(text)}")
+
+
+def _is_harmless(message: str) -> bool:
+    return any(text in message for _, text in HARMLESS)
 
 
 def _thread_failed(args: threading.ExceptHookArgs) -> None:

@@ -20,10 +20,10 @@ from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
 from lockstep.run.config import Config
 from lockstep.run.instantiate import call, instantiate, parameters
+from lockstep.run.lines import headline
 from lockstep.run.loggers import make_loggers
-from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece, total_steps
+from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
-from lockstep.run.summary import describe
 from lockstep.step.audit import Audit
 from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
@@ -138,7 +138,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         "log_every": config.log_every,
         "record": recorded,
         "config": config.record,
-        "headline": describe(config, splits, total_steps(config, len(splits.train)), folder),
+        "headline": headline(config, splits, folder),
         "started": environment().started,
     }
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}

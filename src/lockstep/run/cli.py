@@ -66,6 +66,9 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's
     raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
 
+    def saved(folder: Path) -> bool:
+        return config_name == "train" and (folder / "checkpoints" / "last.ckpt").exists()
+
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -82,8 +85,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
                 raise
             raised.append(busy)
         except Interrupted as interrupted:
-            saved = (folder / "checkpoints" / "last.ckpt").exists() and config_name == "train"
-            if saved and not sweeping and environment().rank == 0:
+            if saved(folder) and not sweeping and environment().rank == 0:
                 interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
             raise
         except Exception as error:
@@ -91,6 +93,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
                 raised.append(error)
                 if isinstance(error, BAD_INPUT) and keeps:
                     forget(folder)
+                elif saved(folder) and keeps and environment().rank == 0:
+                    error.add_note(f"to go on from its last checkpoint: resume={os.path.relpath(folder)}")
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {line(error)}")
             elif environment().rank == 0:  # the sweep tells of it, from its own process
@@ -129,7 +133,9 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     (error,) = raised
     if full:
         traceback.print_exception(error)
-    return FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED, f"error: {line(error)}"
+    notes = [note for note in getattr(error, "__notes__", []) if note.startswith("to go on")]
+    code = FAILED if ran and not isinstance(error, BAD_INPUT) else REFUSED
+    return code, "\n".join([f"error: {line(error)}", *notes])
 
 
 def all_know(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout, Refusal, counted
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import computes_bf16, cpu_cap, gpu_count
+from lockstep.launch.machine import computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.run.checks import checker, show
 from lockstep.run.schema import Kept, Keys, StrategyOptions
 from lockstep.run.targets import check_target, named
@@ -46,6 +46,13 @@ class Config(Kept):
         return epochs, self.max_steps
 
     @property
+    def worker_threads(self) -> int:
+        """CPU threads of one worker."""
+        workers = max(1, self.layout.world_size // self.layout.num_nodes)
+        # under exact, the number of threads would change the order of sums from layout to layout
+        return self.threads or (1 if self.layout.exact else cores_of_each(workers))
+
+    @property
     def step_lr(self) -> float:
         """The peak learning rate after `lr_scaling`; it follows the size of a step, never the number of devices."""
         ratio = self.layout.batch_size / self.reference_batch_size
@@ -71,6 +78,9 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     if "max_steps" in given and "max_epochs" not in given and raw.get("max_steps") is not None:
         raw = {**raw, "max_epochs": None}  # an experiment's: what the user has set is what is trained
     keys: Keys = check_keys("", raw)
+    own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
+    if "optimizer.lr" in given and own_lr != keys.lr:
+        raise Refusal(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
     name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
     accelerator, devices = _devices(keys)
     if name == "dp" and external_workers() > 1:
@@ -91,7 +101,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     for group in ("model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
-    kept = {field.name: getattr(keys, field.name) for field in fields(Kept)}
+    kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
     options = {field.name: getattr(keys.strategy, field.name) for field in fields(StrategyOptions)}
     if keys.precision == "auto":
         kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
@@ -102,7 +112,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         layout=layout,
         auto_accumulate=auto,
         trains=trains,
-        record={**raw, "data_dir": keys.data_dir},  # it is read in other folders too
+        # the data's folder is read in other folders too; the learning rate stands in one place
+        record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
         given=given,
     )
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores_of_each
 from lockstep.launch.neighbours import wait_shortly_beside_others
 from lockstep.run.config import Config
 
@@ -27,19 +26,12 @@ def set_up_worker(config: Config, folder: Path) -> int:
     if config.allocator != "system":
         keep_freed_memory()
     torch.set_flush_denormal(True)  # gradients of a loss near zero fall below 1e-38: up to 5 times as long a step
-    threads = threads_of(config)
+    threads = config.worker_threads
     torch.set_num_threads(threads)
     if threads > 1:
         wait_shortly_beside_others()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
     return rank
-
-
-def threads_of(config: Config) -> int:
-    """CPU threads of one worker."""
-    workers = max(1, config.layout.world_size // config.layout.num_nodes)
-    # under exact, the number of threads would change the order of sums from layout to layout
-    return config.threads or (1 if config.layout.exact else cores_of_each(workers))
 
 
 def describe(module: nn.Module, compiled: bool) -> str:

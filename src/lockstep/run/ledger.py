@@ -20,7 +20,6 @@ from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
 from lockstep.loading import Splits
 from lockstep.run.config import Config
-from lockstep.run.fast import threads_of
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.run.summary import weights_sha256
 
@@ -139,7 +138,7 @@ def deciding(config: Config) -> dict[str, Any]:
         "accelerator": layout.accelerator,
         "pieces": layout.pieces,
         "precision": config.precision,
-        "threads": threads_of(config),
+        "threads": config.worker_threads,
     }
 
 

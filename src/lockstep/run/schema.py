@@ -82,8 +82,9 @@ class Data(TypedDict, total=False):
 
 @with_config(ConfigDict(extra="allow"))
 class Optimizer(TypedDict, total=False):
-    """What is no option of the optimizer itself."""
+    """What is no option of the optimizer itself. `lr` is the default of the front page's key."""
 
+    lr: Positive
     lr_scale: dict[str, Positive] | None
 
 

@@ -1,5 +1,4 @@
-"""What a run says about itself: the line that it starts with, and summary.json when it ends. For a parent too, which
-must not import torch."""
+"""What a run says about itself when it ends: summary.json. For a parent too, which must not import torch."""
 
 import hashlib
 import json
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.arithmetic.layout import counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.launch.atomic import replacing
 from lockstep.launch.environment import environment
@@ -25,29 +23,6 @@ if TYPE_CHECKING:
     from lockstep.loading import Splits
 
 LAYOUT = ("strategy", "accelerator", "devices", "num_nodes", "pieces", "piece_size", "batch_size", "exact")
-
-
-def describe(config: Config, splits: "Splits", steps: int, folder: Path, chosen: str = "") -> str:
-    """The start-up line, with what was `chosen` for speed."""
-    layout = config.layout
-    order = DataOrder(len(splits.train), layout, config.seed)
-    parts = layout.describe()
-    if config.auto_accumulate:
-        parts += f", accumulate_grad_batches={layout.accumulate} fits"
-    if layout.exact:
-        parts += ", exact"
-    if config.late:
-        parts += f", gradients applied {counted(config.late, 'step')} late"
-    if config.strategy.average_every:
-        every = counted(config.strategy.average_every, "step")
-        parts += f", weights averaged every {every} (the result depends on the number of devices)"
-    lr = f"lr {config.step_lr:g}"
-    if config.lr_scaling != "none":
-        lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
-    epoch = f"{counted(order.steps_per_epoch, 'step')} per epoch, {steps} in all"
-    shown = os.path.relpath(folder)
-    where = str(folder) if shown.startswith("..") else shown
-    return " | ".join(filter(None, [parts, epoch, lr, config.precision, chosen, where]))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.layout import Refusal, counted, duration
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.interpreter import imported
@@ -69,20 +69,28 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
     """Check all jobs of a sweep that are not complete, as each would be checked when it begins, hours later perhaps.
 
     Returns:
-        The sweep's overrides.
+        The sweep's overrides. Where `threads` is not given and the jobs' layouts would have different numbers of CPU
+        threads, the smallest of them is added: sums over another number of threads are rounded differently, and a
+        comparison of layouts would show that instead.
 
     Raises:
         Refusal: naming the job that can't be run.
     """
+    if config.hydra.job.config_name != "train":
+        return list(arguments)
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(arguments))
     listed = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+    at_once = max(1, int(OmegaConf.select(config, "sweep.jobs") or 1))
+    threads: set[int] = set()
     for job in jobs_of(config, listed):
-        if not job.completed and config.hydra.job.config_name == "train":
-            try:
-                check(_composed(config, context, job.overrides))
-            except Refusal as refusal:
-                raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
-    return list(arguments)
+        try:
+            settings = check(_composed(config, context, job.overrides))
+        except Refusal as refusal:
+            if job.completed:
+                continue
+            raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+        threads.add(0 if settings.threads else max(1, settings.worker_threads // at_once))
+    return [*arguments, *([f"threads={min(threads)}"] if len(threads) > 1 and 0 not in threads else [])]
 
 
 def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
@@ -347,10 +355,3 @@ class Progress:
         print(" | ".join(parts), file=sys.stderr, flush=True)
         if status != "completed":
             print(f"job {job.number} {status}: {summary.get('error')}", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -3,13 +3,16 @@
 import errno
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact import Damaged
@@ -30,9 +33,10 @@ from lockstep.run.config import Config
 from lockstep.run.continuation import checkpoint_in, must_be_same_data, must_fit, told
 from lockstep.run.ledger import Ledger
 from lockstep.run.length import length_of
+from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
 from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
-from lockstep.run.summary import RunRecord, describe
+from lockstep.run.summary import RunRecord
 from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
@@ -56,20 +60,30 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begun = []
+    begins: list[str] = [splits.about]
+    fresh: Sequence[str] = ()
     if config.init_from and not checkpoint:
         filled = weights.begin("init_from", module, config.init_from, True)
-        begun.append(filled.message)
+        begins.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
+        fresh = filled.fresh
     check_batch_norms(config, splits, module)
+    begins += told(config, splits, resumed)
+    if config.audit and config.layout.num_devices == 1:
+        begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
+    if odd := not_plain(module.hparams):
+        begins.append(f"hyperparameters {listed(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    callbacks += [Preemption(folder)]
+    chosen = fast.describe(module, config.compile is not None)
+    first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
+    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
+    callbacks += [Preemption(folder), starts]
     if checkpoint:
         must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
@@ -82,14 +96,6 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
-        chosen = fast.describe(module, config.compile is not None)
-        begins = [describe(config, splits, steps, folder, chosen), splits.about, *begun, *told(config, splits, resumed)]
-        if config.audit and config.layout.num_devices == 1:
-            begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
-        if odd := not_plain(module.hparams):
-            begins.append(f"hyperparameters {listed(odd)}: a checkpoint holds plain data only, and leaves them out")
-        for message in filter(None, begins):
-            LOG.info(message)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
     del resumed
@@ -102,10 +108,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
             run.metrics["audit/pieces"] = again = trainer.audit.pieces
             LOG.info(f"audit: {counted(again, 'piece')} computed again, all the same bits")
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
-            reasons = filter(None, (getattr(each, "stopping_reason_message", None) for each in callbacks))
-            LOG.info(
-                "ended early, after step %d of %d: %s", trainer.global_step, steps, next(reasons, "a callback's wish")
-            )
+            reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
+            LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
@@ -130,7 +134,13 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if OF_TORCH in str(error):
             raise refusal(config, samples) from error
         raise
-    return run.finish("completed", None)
+    summary = run.finish("completed", None)
+    if rank == 0:
+        trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance is what to expect
+        chance = at_chance(run.metrics, splits, starts.lr) if trained else None
+        for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
+            LOG.info(line)
+    return summary
 
 
 def unfrozen_later(config: Config) -> list[str]:
@@ -151,6 +161,16 @@ def check_sizes(config: Config, samples: int) -> None:
     if config.strategy.sync_batchnorm and 0 < (tail := samples % size) < pieces:
         why = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
         raise Refusal(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
+
+
+def stopped_by(callback: Any) -> str | None:
+    """Why a callback has ended the run, where it is Lightning's EarlyStopping."""
+    if not isinstance(callback, EarlyStopping) or not callback.stopping_reason_message:
+        return None
+    if callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED:
+        best = f"its best is {float(callback.best_score):.4f}"
+        return f"{callback.monitor} has not improved in the last {callback.wait_count} validations, {best}"
+    return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
 def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:

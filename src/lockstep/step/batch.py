@@ -46,6 +46,7 @@ class StepBatch:
         epoch: 0-based.
         step: the optimizer step since the run began, 0-based.
         all_ranks_have_data: whether every process has a sample in this step.
+        skipped: whether the step's gradient was not finite and changed nothing (`nonfinite=skip`); known after it.
     """
 
     micro_batches: list[MicroBatch]
@@ -54,6 +55,7 @@ class StepBatch:
     epoch: int
     step: int
     all_ranks_have_data: bool
+    skipped: bool = False
 
     @property
     def num_local_samples(self) -> int:

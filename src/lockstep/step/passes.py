@@ -173,6 +173,7 @@ class StepPasses:
             raise asked_again(damaged, step_batch.step, strategy.root_device) from None
         if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
             _put_back(module, before)
+            step_batch.skipped = True
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
             self.finite.settle()
         if not found:  # the loss may be logged, with the others'

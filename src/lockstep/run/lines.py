@@ -1,0 +1,182 @@
+"""The lines that a run prints when it starts and when it is completed."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from torch import nn
+
+from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.arithmetic.order import DataOrder
+from lockstep.callbacks import Checkpoint
+from lockstep.callbacks.first_page import peak_lr
+from lockstep.loading import Splits
+from lockstep.loading.datasets import Ids, labels_of
+from lockstep.run.config import Config
+from lockstep.run.length import length_of
+from lockstep.run.weights import parameter_counts
+
+LOG = logging.getLogger("lockstep")
+WIDTH = 100  # columns of a start-up line; a path may be longer
+CLASSES_WIDTH = 60  # columns that the classes' names and counts may take
+CHANCE = 3.0  # standard deviations of a guess's accuracy
+
+
+class StartLines(pl.Callback):
+    """Prints a run's first lines when the optimizer exists, so that they have its learning rate.
+
+    Args:
+        lines: makes them from the learning rate.
+
+    Attributes:
+        lr: the optimizer's peak learning rate, as text.
+    """
+
+    lr = ""
+
+    def __init__(self, lines: Callable[[str], Iterable[str]]) -> None:
+        self._lines = lines
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.lr = peak_lr(trainer.optimizers)
+        if trainer.is_global_zero:
+            for line in self._lines(self.lr):
+                LOG.info(line)
+
+
+def start_lines(
+    config: Config, splits: Splits, module: nn.Module, fresh: Iterable[str], folder: Path, chosen: str, lr: str
+) -> list[str]:
+    """What is trained, on what, by which step and for how long; the run's folder last.
+
+    Args:
+        fresh: names of the tensors that `init_from` has not filled.
+        chosen: what was chosen for speed.
+        lr: the optimizer's peak learning rate.
+    """
+    if config.lr_scaling != "none" and lr == f"lr {config.step_lr:g}":
+        lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
+    model, data = (str(group.get("name")) for group in (config.model, config.data))
+    return [
+        *wrapped(f"model {model}", parameters(module, fresh)),
+        *wrapped(f"data {data}", *data_counts(splits)),
+        *wrapped(*step_parts(config), lr),
+        *wrapped(f"run {length(config, len(splits.train))}", config.precision, chosen),
+        f"folder {shown(folder)}",
+    ]
+
+
+def headline(config: Config, splits: Splits, folder: Path) -> str:
+    """A run as a text of a dashboard, which adds the learning rate."""
+    parts = [*step_parts(config), length(config, len(splits.train)), config.precision]
+    return "\n".join([*wrapped(*parts), str(folder)])
+
+
+def shown(path: str | Path) -> str:
+    """A path as short as it can be typed here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def wrapped(*parts: str) -> list[str]:
+    """The parts in lines of at most WIDTH columns, as far as each of them is shorter."""
+    lines: list[str] = []
+    for part in filter(None, parts):
+        if lines and len(lines[-1]) + len(part) + 3 <= WIDTH:
+            lines[-1] += f" | {part}"
+        else:
+            lines.append("  " * bool(lines) + part)
+    return lines
+
+
+def step_parts(config: Config) -> list[str]:
+    """The step, and the layout that takes it."""
+    layout = config.layout
+    parts = [layout.describe(), f"{layout.strategy} on {layout.accelerator}"]
+    if config.auto_accumulate:
+        parts.append(f"accumulate_grad_batches={layout.accumulate} fits")
+    if layout.exact:
+        parts.append("exact")
+    if config.late:
+        parts.append(f"gradients applied {counted(config.late, 'step')} late")
+    if config.strategy.average_every:
+        every = counted(config.strategy.average_every, "step")
+        parts.append(f"weights averaged every {every} (the result depends on the number of devices)")
+    return parts
+
+
+def length(config: Config, samples: int) -> str:
+    """How long a run is, and which key ends it."""
+    epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
+    whole = length_of(config, samples)
+    limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
+    return f"{counted(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+
+
+def parameters(module: nn.Module, fresh: Iterable[str]) -> str:
+    """How many parameters a module has; how many of them are frozen, and how many no file has filled."""
+    counts = parameter_counts(module, fresh)
+    total = f"{counts.trained + counts.frozen:,} parameters"
+    parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
+    parts += [f"{counts.fresh:,} newly initialised"] * bool(counts.fresh)
+    return total + f": {', '.join(parts)}" * bool(parts)
+
+
+def data_counts(splits: Splits) -> list[str]:
+    """Samples of the three parts, and the classes; with their counts in training where that is short."""
+    sizes = ", ".join(f"{name} {size:,}" for name, size in splits.sizes.items() if size is not None)
+    names = splits.spec.classes
+    if len(names) < 2:
+        return [sizes]
+    classes = f"{len(names)} classes"
+    counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None
+    if counts is not None and not all(name.isdecimal() for name in names):  # digits are no names
+        each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
+    return [sizes, classes]
+
+
+def labels_in(dataset: Any, num_classes: int) -> Ids | None:
+    """The labels of all samples; None where they are not one class each."""
+    try:
+        labels = labels_of(dataset)
+    except Refusal:
+        return None
+    return labels if len(labels) and labels.min() >= 0 and labels.max() < num_classes else None
+
+
+# --- the end ---
+
+
+def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) -> list[str]:
+    """What a completed run leaves behind, and what can be done with it. Nothing of a sweep's job: the sweep tells."""
+    if (folder.parent / "multirun.yaml").exists():
+        return []
+    run, outputs = shown(folder), shown(config.outputs)
+    best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
+    board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
+    look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
+    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * (folder / "checkpoints").is_dir()
+    return list(filter(None, [f"completed: {run}", *wrapped(best, look), use]))
+
+
+def at_chance(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
+    """A line about a run whose test accuracy, or where nothing is tested its validation accuracy, is what a guess has:
+    that of the most common class, or within a few standard deviations of 1 / classes. None for any other run, and where
+    samples have no class."""
+    split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
+    num_classes = splits.spec.num_classes
+    dataset = getattr(splits, split) if split else None
+    if dataset is None or num_classes < 2 or (labels := labels_in(dataset, num_classes)) is None:
+        return None
+    accuracy, guess = metrics[f"{split}/acc"], 1 / num_classes
+    common = float(np.bincount(labels).max()) / len(labels)
+    if accuracy > max(common, guess + CHANCE * math.sqrt(guess * (1 - guess) / len(labels))):
+        return None
+    guessed = f"always the most common class has {common:.4f}"
+    return f"{split}/acc {accuracy:.4f} is chance level ({guessed}): the usual cause is the learning rate, {lr}"
