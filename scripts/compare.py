@@ -3,14 +3,17 @@
     python scripts/compare.py outputs/mnist_cnn_digits/sweeps/<stamp>
     python scripts/compare.py outputs/mnist_cnn_digits/<one> outputs/mnist_cnn_digits/<other> ...
 
-Runs that differ in nothing but their seed are one row. The table comes to the terminal, and as compare.md and
-compare.json into the folder given (`--to` names another), with plots: loss, accuracy, speed. `--by lr` adds a table and
+Runs that differ in nothing but their seed are one row. The best by validation come first: test accuracy stands beside
+it, and chooses nothing. Below the table stands which rows took the same steps until rounding grew. The table comes to
+the terminal, and as compare.md and compare.json into the folder given (`--to` names another), with plots: loss,
+accuracy, speed. `--by lr` adds a table and
 a plot of test accuracy against a key, with a column and a line for each choice of the other keys. Exactly two runs are
 compared in all that they say, to the bits of their weights. Exit codes: 0 compared, 2 bad input.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from common.showing import markdown
 from comparison import pair
-from comparison.runs import Group, Lines, against, brief, find_runs, grouped, is_run
+from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
 
 from lockstep.arithmetic.layout import Refusal, counted
 
@@ -62,14 +65,16 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     """
     groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
     lines = against(groups, key) if key else {}
-    rows = [group.row() for group in groups]
+    root = Path(os.path.commonpath([run.absolute() for run in folders]))
+    rows = [{"folder": places(group, root), **group.row()} for group in groups]
     text = markdown([*rows[0]], [[shown(column, value) for column, value in row.items()] for row in rows])
-    text += "\n\n" + "\n".join([CAPTION, *remarks(groups, len(runs))]) + "\n"
+    remarks = [best(groups), *roundings(groups, root), *oddities(groups, len(runs))]
+    text += "\n\n" + "\n".join([f"folder: in {os.path.relpath(root)}; {CAPTION}", *filter(None, remarks)]) + "\n"
     if key:
         text += f"\n{by_key(lines, key)}\n"
     print(text)
 
-    folder = to or Path(os.path.commonpath([run.absolute() for run in folders])) / "compare"
+    folder = to or root / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     from comparison.charts import draw, draw_against  # matplotlib takes a second
 
@@ -82,16 +87,51 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
 
 
 def result(group: Group) -> tuple[float, float]:
-    """By test accuracy, else validation accuracy; those without either last."""
-    test, val = (group.mean(f"metrics.{name}") for name in ("test/acc", "val/acc"))
-    return -1.0 if test is None else test, -1.0 if val is None else val
+    """By validation accuracy, else validation loss; runs without either come last."""
+    acc, loss = (group.mean(f"metrics.val/{name}") for name in ("acc", "loss"))
+    return -math.inf if acc is None else acc, -math.inf if loss is None else -loss
+
+
+def places(group: Group, root: Path) -> str:
+    """The group's folders below `root`: of a sweep's jobs, their numbers."""
+    return ", ".join(run.folder.name if run.folder.absolute() == root else run_place(run, root) for run in group.runs)
+
+
+def run_place(run: Run, root: Path) -> str:
+    return run.folder.absolute().relative_to(root).as_posix()
+
+
+def best(groups: Sequence[Group]) -> str:
+    """Where the best runs lie; empty where validation says nothing, or there is no choice."""
+    first = groups[0]
+    if len(groups) == 1 or max(result(first)) == -math.inf:
+        return ""
+    return f"best by validation: {', '.join(os.path.relpath(run.folder) for run in first.completed)}"
+
+
+def roundings(groups: Sequence[Group], root: Path) -> list[str]:
+    """A sentence for each set of rows that took the same steps on different layouts."""
+    sentences = []
+    for alike in same_steps(groups):
+        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in alike)
+        exact, digests = alike[0].layout("exact"), {group.digests for group in alike}
+        if len(digests) == 1:
+            sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
+        elif exact:
+            sentences.append(f"{rows} should have the same bits, and do not: scripts/parity.py shows where they part.")
+        else:
+            sentences.append(
+                f"{rows} took the same steps until rounding, which differs with layout and threads, had grown: "
+                "exact=true removes even that."
+            )
+    return sentences
 
 
 def shown(column: str, value: Any) -> str:
     return pair.ABSENT if value is None else f"{value:{FORMATS[column]}}" if column in FORMATS else str(value)
 
 
-def remarks(groups: Sequence[Group], runs: int) -> list[str]:
+def oddities(groups: Sequence[Group], runs: int) -> list[str]:
     """What is not in the numbers, and why."""
     left_out = runs - sum(len(group.runs) for group in groups)
     said = [f"left out: {counted(left_out, 'folder')} of what trained nothing"] if left_out else []

@@ -1,20 +1,29 @@
 """TensorBoard on the runs of a folder, each called by what it was given:  python scripts/dashboard.py outputs
 
-What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin later come to it by themselves.
+Its HParams page shows what differs between the runs that are there when it starts; of one run the few keys that matter
+most. What follows the folder goes to TensorBoard: --port 6007, say. Runs that begin later come to it by
+themselves.
 """
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 SECONDS = 5.0  # between two looks for new runs
 HARMLESS = "TensorFlow installation not found"  # TensorBoard's first line: what is shown here needs none
+COMPARED = ("val/acc", "test/acc", "val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page
+FEW = ("batch_size", "lr", "strategy.name")  # keys on it where runs differ in none; with more, metrics are off screen
+TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-\d+")  # as run folders are named
+MINUTE, SECOND = 16, 19  # characters of it up to there
 
 
 def main() -> int:
@@ -26,13 +35,14 @@ def main() -> int:
     if not Path(runs).is_dir():
         print(f"error: {runs}: no such folder", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as links:
-        link(Path(runs), Path(links))
-        command = ["-m", "tensorboard.main", "--logdir", links, "--reload_interval", "5", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        links = Links(Path(runs), Path(folder))
+        links.update()
+        command = ["-m", "tensorboard.main", "--logdir", folder, "--reload_interval", "5", *options]
         process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         over = threading.Event()
-        looking = threading.Thread(target=look, args=(Path(runs), Path(links), over))
+        looking = threading.Thread(target=look, args=(links, over))
         looking.start()
         speaking = threading.Thread(target=pass_on, args=(process.stderr,), daemon=True)
         speaking.start()
@@ -53,21 +63,96 @@ def pass_on(lines: Iterable[str]) -> None:
             print(line, end="", file=sys.stderr, flush=True)
 
 
-def look(runs: Path, links: Path, over: threading.Event) -> None:
+def look(links: "Links", over: threading.Event) -> None:
     while not over.wait(SECONDS):
-        link(runs, links)
+        links.update()
 
 
-def link(runs: Path, links: Path) -> None:
-    """Makes a link for each run that has none: its title, its name, and when it began, or its number in a sweep."""
-    there = {path.resolve() for path in links.iterdir()}
-    for folder in {path.parent.resolve() for path in runs.glob("**/tensorboard/**/*tfevents*")} - there:
+class Links:
+    """A folder with a folder for each run, in which are links to its event files.
+
+    Args:
+        runs: where run folders are.
+        folder: an empty one, for TensorBoard.
+    """
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self._runs, self._folder = runs.resolve(), folder
+        self._names: dict[Path, str] = {}  # by the folder of event files
+        self._columns = False  # whether they are written
+
+    def update(self) -> None:
+        """Links what is new; with the first runs it also writes which columns the HParams page has."""
+        for file in sorted(self._runs.glob("**/tensorboard/**/*tfevents*")):
+            if file.parent not in self._names:
+                self._names[file.parent] = self._name(file.parent)
+            place = self._folder / self._names[file.parent]
+            place.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                (place / file.name).symlink_to(file)
+        if not self._columns and (hyper_parameters := [*filter(None, map(session, sorted(self._names)))]):
+            self._columns = True
+            write_columns(hyper_parameters, self._folder / min(self._names.values()))
+
+    def _name(self, folder: Path) -> str:
+        """The run's title, its name, of a sweep's job the number; the time of its start where two would be called the
+        same."""
         run = next(parent for parent in folder.parents if parent.joinpath("tensorboard").is_dir())
         kept = run / "loggers.json"
         title = json.loads(kept.read_text())["title"] if kept.exists() else "run"
-        place = run.relative_to(runs.resolve()).as_posix().replace("/", " ")
+        parts = [part for part in run.relative_to(self._runs).parts if part != "sweeps"]
         inside = folder.relative_to(run / "tensorboard").parts[1:]  # below the title
-        (links / " - ".join((title, place, *inside))).symlink_to(folder)
+        names = []
+        for length in (0, MINUTE, SECOND, None):
+            place = " ".join(filter(None, (part[:length] if TIME.fullmatch(part) else part for part in parts)))
+            names.append(" - ".join(filter(None, (title, place, *inside))))
+        return next((name for name in names if name not in self._names.values()), names[-1])
+
+
+def session(folder: Path) -> dict[str, Any]:
+    """A run's hyper-parameters, from its event files; empty where it has written none yet."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.plugins.hparams import metadata
+
+    for file in sorted(folder.glob("*tfevents*")):
+        for event in EventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.tag == metadata.SESSION_START_INFO_TAG:
+                    content = value.metadata.plugin_data.content
+                    hparams = metadata.parse_session_start_info_plugin_data(content).hparams
+                    return {key: getattr(each, each.WhichOneof("kind")) for key, each in hparams.items()}
+    return {}
+
+
+def columns(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys in which runs differ; where they differ in none, the few that matter most. Where another file of a group
+    was chosen (`optimizer.name`), that says it, and not the keys that only one of the files has."""
+    keys = sorted({key for run in runs for key in run})
+    differing = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
+    chosen = {key.partition(".")[0] for key in differing if key.endswith(".name")}
+    differing = [key for key in differing if key.partition(".")[0] not in chosen or all(key in run for run in runs)]
+    return differing or [key for key in FEW if key in keys]
+
+
+def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Writes an event file with the columns of the HParams page. It is one run's: a run of its own would be shown."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    infos = []
+    for key in columns(runs):
+        numbers = all(isinstance(run.get(key, 0.0), float | int) for run in runs)
+        kind = api_pb2.DATA_TYPE_FLOAT64 if numbers else api_pb2.DATA_TYPE_STRING
+        infos.append(api_pb2.HParamInfo(name=key, type=kind))
+    metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in COMPARED]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=metrics)
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(experiment=experiment))
+    summary = Summary(value=[Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=about)])
+    writer = EventFileWriter(str(folder), filename_suffix=".columns")
+    writer.add_event(Event(summary=summary))
+    writer.close()
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ the switch which removes it does.
 `features=true` compares instead, on a few layouts, runs with each of the `rows` in conf/parity.yaml: what a run can be
 told beside its layout. They are killed and resumed there too.
 
-Writes parity.json and parity.png into its run folder, or differences.json and differences.md, or features.json. Exit
-codes: 0 all as promised, 1 not, 2 bad input.
+Writes parity.json and parity.png into its run folder, or differences.json and differences.md, or features.json. The
+last line is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
 import socket
@@ -147,6 +147,7 @@ def judge_features(found: dict[str, list[Row]], folder: Path, report: dict[str, 
     failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in found.items() for row in rows if not row.passed]
     if failed:
         raise Different(f"not as promised: {'; '.join(failed)}")
+    print(f"As promised: all {sum(map(len, found.values()))} rows of {', '.join(found)}.")
 
 
 def judge_layouts(
@@ -164,13 +165,32 @@ def judge_layouts(
     write_summary(folder / "parity.json", report | {"rows": [row.plain() for row in rows]})
     plot(rows, tolerance, folder / "parity.png")
     console.print(f"{folder}: parity.json, parity.png", highlight=False, soft_wrap=True)
-    blind = [row.layout for row in rows if row.kind == "control" and not row.passed]
-    failed = [f"{row.layout} ({row.kind})" for row in rows if row.kind != "control" and not row.passed]
-    if blind:
-        raise Different(f"this comparison does not see: {', '.join(blind)}; so it proves nothing")
-    if failed:
-        tried = sum(row.kind != "control" for row in rows)
-        raise Different(f"{len(failed)} of {tried} trials differ: {', '.join(failed)}")
+    text, passed = verdict(rows)
+    if not passed:
+        raise Different(text)
+    print(text)
+
+
+def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
+    """The answer in one line, and whether all is as promised."""
+    trials = [row for row in rows if row.kind not in ("control", "yardstick")]
+    controls = [row for row in rows if row.kind == "control"]
+    failed = [f"{row.layout} ({row.kind})" for row in trials if not row.passed]
+    blind = [row.layout for row in controls if not row.passed]
+    exact = sum(row.kind in ("exact", "late") for row in trials)
+    layouts = (
+        f"{len(failed)} of {len(trials)} rows differ: {', '.join(failed)}"
+        if failed
+        else f"all {len(trials)} rows are the same, {exact} of them bit for bit"
+    )
+    mistakes = (
+        f"this comparison does not see {len(blind)} of {len(controls)} mistakes made on purpose, so it proves nothing: "
+        f"{', '.join(blind)}"
+        if blind
+        else f"all {len(controls)} mistakes made on purpose are seen"
+    )
+    good = not (failed or blind)
+    return f"{'The layouts agree: ' * good}{layouts}; {mistakes}.", good
 
 
 def compare(

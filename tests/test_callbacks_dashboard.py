@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util import tensor_util
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams as torch_hparams
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.callbacks import Pictures
@@ -76,14 +79,21 @@ def test_no_step_is_shown_twice(board: Board) -> None:
 def test_the_first_page_shows_what_matters(board: Board) -> None:
     layout = layout_pb2.Layout.FromString(board.tensor("custom_scalars__config__").item())
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
-    assert {"loss", "accuracy", "speed, samples per second", "peak memory, GiB"} <= set(charts)
+    assert list(charts)[:4] == ["training loss", "validation loss", "training accuracy", "validation accuracy"]
+    assert {"speed, samples per second", "peak memory, GiB"} <= set(charts)
     for title, patterns in charts.items():
         for pattern in patterns:
             assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
-    assert all(any(re.search(p, f"train/loss{fork}") for p in charts["loss"]) for fork in ("_step", "_epoch"))
+    assert all(any(re.search(p, f"train/loss{fork}") for p in charts["training loss"]) for fork in ("_step", "_epoch"))
     shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
     assert {"worker_seconds/0", "worker_memory/1", "workers/data_wait", "val_class/2"} <= set(shown)
     assert "test/acc" not in shown  # the control: not everything matches
+    # TensorBoard's Time Series page sorts groups of tags by name, and opens two: no picture may be among them
+    groups = sorted({tag.partition("/")[0] for kind in ("scalars", "images") for tag in board.tags[kind]})
+    assert groups[:2] == ["headline", "test"]
+    assert [tag for tag in board.tags["images"] if tag.partition("/")[0] in groups[:4]] == []
+    for name in ("acc", "loss"):
+        assert board.curve(f"headline/val_{name}") == board.curve(f"val/{name}")
 
 
 def test_the_run_as_text(board: Board) -> None:
@@ -98,14 +108,20 @@ def test_the_run_as_text(board: Board) -> None:
     assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["meter"]["log_seconds"]) == (32, "ddp", 30)
 
 
-def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board) -> None:
+def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:
     content = {name: meta.plugin_data.content for name, meta in board.events.summary_metadata.items()}
     told = hparams.parse_session_start_info_plugin_data(content[hparams.SESSION_START_INFO_TAG])
     assert told.hparams["lr"].number_value == 0.02
     assert told.hparams["strategy.name"].string_value == "ddp"
     assert not told.hparams["exact"].bool_value
     assert not [name for name in told.hparams if name.startswith(("callbacks", "logger", "outputs", "model._"))]
-    columns = hparams.parse_experiment_plugin_data(content[hparams.EXPERIMENT_TAG])
+    assert hparams.EXPERIMENT_TAG not in content, "a run does not know what differs from others"
+    dashboard.Links(ddp.outputs, tmp_path).update()
+    (shown,) = tmp_path.iterdir()
+    summary = EventAccumulator(str(shown)).Reload().summary_metadata[hparams.EXPERIMENT_TAG]
+    columns = hparams.parse_experiment_plugin_data(summary.plugin_data.content)
+    assert [info.name for info in columns.hparam_infos] == list(dashboard.FEW), "one run: the few that matter"
+    assert set(dashboard.FEW) <= set(told.hparams)
     metrics = {info.name.tag for info in columns.metric_infos}
     assert metrics == {"val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second"}
     for name in metrics - {"workers/samples_per_second"}:
@@ -123,14 +139,13 @@ def test_pictures_of_what_went_wrong(ddp: Run, board: Board) -> None:
 
 
 def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
-    assert min(board.tags["images"] + board.tags["scalars"]) == "headline/run", "it comes first"
-    assert [event.step for event in board.events.Images("headline/run")] == [12, 18], "the end of both lives"
+    assert [event.step for event in board.events.Images("view/run")] == [12, 18], "the end of both lives"
     state = checkpoint_of(ddp.folder)["callbacks"]
     (curves,) = (kept["curves"] for name, kept in state.items() if name.startswith("Dashboard"))
     assert {tag: [step for step, _ in curve] for tag, curve in curves.items()} == {
         tag: [step for step, _ in board.curve(tag)] for tag in ("train/loss", "train/acc", "val/loss", "val/acc")
     }
-    drawn = board.image("headline/run")
+    drawn = board.image("view/run")
     assert drawn.shape == (220, 340, 3)
     colours = {tuple(pixel) for pixel in drawn.reshape(-1, 3).tolist()}
     assert {(31, 119, 180), (255, 127, 14)} <= colours, "train and val in two colours"
@@ -138,13 +153,52 @@ def test_the_run_in_one_picture(ddp: Run, board: Board) -> None:
 
 
 def test_each_run_is_called_by_what_it_was_given(ddp: Run, tmp_path: Path) -> None:
+    links = dashboard.Links(ddp.outputs, tmp_path)
     for _ in range(2):  # what is there stays
-        dashboard.link(ddp.outputs, tmp_path)
+        links.update()
     (entry,) = tmp_path.iterdir()
-    title = entry.name.partition(" - ")[0]
+    title, _, name = entry.name.partition(" - ")
     assert title.startswith("data=synthetic data.samples=200 data.image_size=12 data.num_classes=3 batch_size=32 strat")
     assert not re.search("threads|outputs|callbacks", title)
-    assert entry.resolve() == next((ddp.folder / "tensorboard").iterdir())
+    assert name == "mnist_cnn_synthetic"
+    files = {path.resolve() for path in entry.iterdir() if path.is_symlink()}
+    assert files == set(next((ddp.folder / "tensorboard").iterdir()).glob("*tfevents*"))
+
+
+def test_runs_have_short_names_and_columns_of_what_differs(tmp_path: Path) -> None:
+    """Jobs of a sweep; two runs that are called the same; one that comes later. The names are those of folders."""
+
+    def run(place: str, title: str, **hyper_parameters: Any) -> None:
+        writer: Any = SummaryWriter(str(tmp_path / "outputs" / place / "tensorboard" / title))
+        writer.add_scalar("val/acc", 0.5, 1)
+        for summary in torch_hparams(hyper_parameters, {})[1:]:
+            writer.file_writer.add_summary(summary)
+        writer.close()
+        (tmp_path / "outputs" / place / "loggers.json").write_text(json.dumps({"title": title}))
+
+    def named(number: int) -> str:
+        return f"2026-11-24_11-19-34-82468{number}"
+
+    same: dict[str, Any] = {"seed": 0, "data.name": "digits"}
+    ddp, dp = {"strategy.name": "ddp", "strategy.compression": "none"}, {"strategy.name": "dp"}
+    run(f"lrs/sweeps/{named(1)}/0", "lr=0.1 exact=true", lr=0.1, exact=True, **same, **ddp)
+    run(f"lrs/sweeps/{named(1)}/1", "lr=0.2 exact=true", lr=0.2, exact=True, **same, **dp)
+    run(f"cnn/{named(2)}", "defaults", lr=0.2, exact=True, **same, **dp, extra="only here")
+    links = dashboard.Links(tmp_path / "outputs", tmp_path / "shown")
+    (tmp_path / "shown").mkdir()
+    links.update()
+    run(f"cnn/{named(3)}", "defaults", lr=0.2, exact=False, **same)
+    run(f"cnn/{named(4)}", "defaults", lr=0.2, exact=False, **same)
+    links.update()
+    names = sorted(path.name for path in (tmp_path / "shown").iterdir())
+    assert names == [
+        *("defaults - cnn", "defaults - cnn 2026-11-24_11-19", "defaults - cnn 2026-11-24_11-19-34"),
+        *("lr=0.1 exact=true - lrs 0", "lr=0.2 exact=true - lrs 1"),
+    ]
+    (written,) = (tmp_path / "shown").glob("*/*.columns")
+    content = EventAccumulator(str(written)).Reload().summary_metadata[hparams.EXPERIMENT_TAG].plugin_data.content
+    infos = hparams.parse_experiment_plugin_data(content).hparam_infos
+    assert [info.name for info in infos] == ["extra", "lr", "strategy.name"], "dp has no compression"
 
 
 # --- parts of it ------------------------------------------------------------------------------------------------------

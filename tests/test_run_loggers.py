@@ -84,6 +84,17 @@ def test_a_run_that_goes_on_goes_on_in_every_logger_and_a_sweep_is_a_group(run_t
         assert [event.step for event in events.Scalars("val/acc")] == rows
 
 
+def test_a_title_says_what_other_jobs_were_not_given(tmp_path: Path) -> None:
+    """Hydra writes `exact=True` for a job where `exact=true` was given to the sweep."""
+    (tmp_path / "0" / ".hydra").mkdir(parents=True)
+    for file, overrides in (
+        ("0/.hydra/hydra.yaml", ["lr=0.1", "exact=True", "compile=False"]),
+        ("multirun.yaml", ["lr=0.1", "exact=true"]),
+    ):
+        (tmp_path / file).write_text(json.dumps({"hydra": {"overrides": {"task": overrides}}}))
+    assert title(tmp_path / "0") == "compile=false"
+
+
 def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     there = importlib.util.find_spec
     check(composed("logger=[wandb,mlflow]"))  # the control

@@ -94,6 +94,11 @@ def test_a_folder_is_predicted_as_the_test_was(trained: Run, tmp_path: Path) -> 
     assert len(names) == 19
     (broken,) = [row for row in rows if row["file"] == BROKEN]
     assert (broken["predicted"], broken["probability"]) == ("", "")
+    shown = run.stdout.splitlines()
+    first = [[row["file"], row["predicted"], row["probability"]] for row in rows[:5]]
+    assert [re.split("  +", line)[:3] for line in shown[1:6]] == first, "the first rows on the console"
+    assert (shown[0].split()[:3], shown[6]) == (["file", "predicted", "probability"], "...")
+    assert len({line.index(row["probability"]) for line, row in zip(shown[1:6], rows, strict=False)}) == 1, "aligned"
     assert run.stderr.count(f"can't be decoded, so their rows are empty: {BROKEN}") == 2  # one for each run
     rows = [row for row in rows if row["file"] != BROKEN]
     right = sum(row["file"].startswith(row["predicted"] + "/") for row in rows)

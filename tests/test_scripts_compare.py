@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -153,7 +154,7 @@ def test_seeds_are_one_row(sweep: Path) -> None:
     assert "10 (ddp 2 devices, 2 pieces): failed, no luck" in done.stdout
     assert [row["samples/s"] for row in told] == [150, 100]
     page = (sweep / "compare" / "compare.md").read_text()
-    shown = "| ddp 2 devices, 2 pieces | 32 | 2 of 3 | 0.7000 | 0.1414 | 0.3500 | 150 | 75% | - | 2.0 |"
+    shown = "| 2, 3, 10 | ddp 2 devices, 2 pieces | 32 | 2 of 3 | 0.3500 | 0.7000 | 0.1414 | 150 | 75% | - | 2.0 |"
     assert shown in re.sub(" +", " ", page)
     assert shown in re.sub(" +", " ", done.stdout)
     assert "![](speed.png)" in page
@@ -169,6 +170,52 @@ def test_what_differs_is_a_column_and_no_other_run_is_its_yardstick(sweep: Path)
         ("ddp 2 devices, 2 pieces", "0.2", None),
         ("ddp 2 devices, 2 pieces", "0.1", 0.75),
         ("ddp 1 device", "0.1", 1.0),
+    ]
+
+
+def test_validation_chooses_and_test_is_shown(tmp_path: Path) -> None:
+    for number, (val, test) in enumerate([(0.7, 0.9), (0.8, 0.6)]):
+        job(tmp_path / str(number), 1, 0, test, 90.0, lr=number, metrics={"val/acc": val, "test/acc": test})
+    for number, loss in ((2, 0.5), (3, 0.4)):  # no classifier, so that its loss decides
+        job(tmp_path / str(number), 1, 0, 0.0, 90.0, lr=number, metrics={"val/loss": loss})
+    done = compare(tmp_path)
+    told = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert [(row["folder"], row["val acc"], row["test acc"]) for row in told] == [
+        *[("1", 0.8, 0.6), ("0", 0.7, 0.9)],
+        *[("3", None, None), ("2", None, None)],
+    ]
+    assert f"best by validation: {os.path.relpath(tmp_path / '1')}\n" in done.stdout, done.stderr
+    assert "took the same steps" not in done.stdout, "their lr differs"
+
+
+def test_rows_that_took_the_same_steps_are_named(tmp_path: Path) -> None:
+    """Jobs that differ in layout and threads, and controls: another batch of pieces, another seed, another lr."""
+
+    def one(number: int, name: str, devices: int, pieces: int, seed: int = 0, lr: float = 0.1, **more: Any) -> None:
+        layout = LAYOUT | {"strategy": name, "devices": devices, "pieces": pieces, "exact": more.get("exact", False)}
+        job(
+            tmp_path / str(number), devices, seed, 0.5, 90.0, layout=layout, weights_sha256=more.pop("sha", str(number))
+        )
+        config = {"lr": lr, "seed": seed, "devices": devices, "pieces": None, "batch_size": 32, "max_epochs": 1, **more}
+        strategy = {"name": name} | ({"compression": "none", "average_every": None} if name == "ddp" else {})
+        (tmp_path / str(number) / ".hydra" / "config.yaml").write_text(json.dumps(config | {"strategy": strategy}))
+
+    one(0, "ddp", 2, 2, threads=1)
+    one(1, "dp", 2, 2, threads=2)
+    one(2, "single", 1, 1)
+    one(3, "single", 1, 2, seed=1)
+    one(4, "single", 1, 2, lr=0.2)
+    one(5, "ddp", 2, 2, exact=True, sha="same")
+    one(6, "dp", 2, 2, exact=True, sha="same")
+    one(7, "ddp", 2, 2, exact=True, lr=0.3)
+    one(8, "dp", 2, 2, exact=True, lr=0.3)
+    told = [line for line in compare(tmp_path).stdout.splitlines() if re.match(r"\d \(", line)]
+    rows = [f"{n} (ddp 2 devices, 2 pieces) and {n + 1} (dp 2 devices, 2 pieces)" for n in (0, 5, 7)]
+    assert told == [
+        f"{rows[0]} took the same steps until rounding, which differs with layout and threads, had grown: "
+        "exact=true removes even that.",
+        f"{rows[1]} took the same steps, to the same bits of the weights.",
+        f"{rows[2]} should have the same bits, and do not: scripts/parity.py shows where they part.",
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, Run
-from parity import Different, chosen, judge_features, layouts
+from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
 
 from lockstep.arithmetic.layout import Refusal
@@ -56,13 +56,19 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert all(row["verdict"].startswith("seen") for row in by_kind["control"])
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
+    assert run.stdout.endswith(
+        "The layouts agree: all 14 rows are the same, 8 of them bit for bit; all 5 mistakes made on purpose are seen.\n"
+    )
     assert not list(run.folder.rglob("*.npz"))
 
 
 def test_a_comparison_that_sees_nothing_says_so(run_parity: Program) -> None:
     run = run_parity(*TINY, "steps=2", "lr=1e-30", ok=False)
     assert run.returncode == 1
-    assert "this comparison does not see: lr x 1.01" in run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("error: all ")
+    assert "this comparison does not see" in last
+    assert "so it proves nothing: lr x 1.01" in last
     assert "NOT SEEN" in run.stdout
 
 
@@ -111,6 +117,13 @@ def test_a_feature_without_effect_is_told(tmp_path: Path, capsys: pytest.Capture
     assert "1 device: NOT SEEN" in capsys.readouterr().out
     with pytest.raises(Refusal, match=r"features=emu: did you mean ema\?"):
         chosen(["emu"], {"ema": ["callbacks=ema"]})
+
+
+def test_the_verdict_names_the_rows_that_differ() -> None:
+    rows = [Row("default", "1 device", "", "reference", True), Row("exact", "dp, 2 devices", "", "DIFFERENT", False)]
+    rows += [Row("control", "lr x 1.01", "", "seen, after step 1", True)]
+    expected = "1 of 2 rows differ: dp, 2 devices (exact); all 1 mistakes made on purpose are seen."
+    assert verdict(rows) == (expected, False)
 
 
 def test_one_piece_is_refused(run_parity: Program) -> None:

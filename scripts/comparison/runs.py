@@ -19,6 +19,13 @@ from lockstep.arithmetic.layout import Refusal
 IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
 # What `layout` and `batch` say already.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
+# What decides who computes which piece, how fast, and in which order sums are made, and not what a step is. `pieces`
+# counts as the layout has it, not as the config does, where it may be null.
+PLACED = re.compile(
+    r"(strategy\.(name|shares|split|sync_batchnorm)|accelerator|devices|num_nodes|accumulate_grad_batches|pieces|threads"
+    r"|num_workers|resident|memory_format|memory_budget|allocator|compile|max_restarts|hang_timeout|machine_timeout"
+    r"|elastic|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
+)
 LONGEST = 50  # characters of a label
 # Curves, each by the names that it may have: Lightning forks what is logged both at steps and at epochs' ends.
 TAGS = {
@@ -86,6 +93,11 @@ class Group:
         where = f" on {nodes} machines" if nodes > 1 else ""
         return f"{self.layout('strategy')} {devices}{where}{f', {pieces} pieces' if pieces > 1 else ''}"
 
+    @property
+    def digests(self) -> tuple[tuple[Any, Any], ...]:
+        """Seed and SHA-256 of the weights of each completed run."""
+        return tuple(sorted((run.config.get("seed"), run.summary.get("weights_sha256")) for run in self.completed))
+
     def values(self, key: str) -> list[float]:
         found = (run.summary.get(key) for run in self.completed)
         return [float(value) for value in found if value is not None]
@@ -104,13 +116,12 @@ class Group:
         peaks = [float(curve.values.max()) for curve in curves if curve]
         return {
             "layout": self.layout_name,
-            **({"run": self.label.removeprefix("run ")} if self.label.startswith("run ") else {}),
             "batch": self.layout("batch_size"),
             **{key: brief(value) for key, value in self.differs.items()},
             "runs": whole if whole == len(self.runs) else f"{whole} of {len(self.runs)}",
+            "val acc": self.mean("metrics.val/acc"),
             "test acc": fmean(accuracy) if accuracy else None,
             "+-": stdev(accuracy) if len(accuracy) > 1 else None,
-            "val acc": self.mean("metrics.val/acc"),
             "samples/s": self.speed,
             "efficiency": self.efficiency,
             "GiB": max(peaks, default=None),
@@ -167,6 +178,28 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     for group, label in zip(groups, _labels(groups), strict=True):
         group.efficiency, group.label = _efficiency(group, groups), label
     return groups
+
+
+def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
+    """Groups that took the same steps on different layouts: all that makes a step is the same, the seeds too."""
+    gathered: dict[str, list[Group]] = {}
+    for group in groups:
+        if not group.completed or not group.completed[0].config:
+            continue
+        config, seeds = group.completed[0].config, sorted(show(run.config.get("seed")) for run in group.completed)
+        steps = {
+            key: show(value)
+            for key, value in config.items()
+            if _counts(key, config) and not PLACED.match(key) and not (key.startswith("strategy.") and _off(value))
+        }
+        sizes = [group.layout("batch_size"), group.layout("pieces"), seeds]
+        gathered.setdefault(json.dumps([steps, sizes], sort_keys=True), []).append(group)
+    return [alike for alike in gathered.values() if len(alike) > 1]
+
+
+def _off(value: Any) -> bool:
+    """Whether a strategy does not do what a key is about: other strategies do not have the key at all."""
+    return value in (None, False, "none")
 
 
 def _counts(key: str, config: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import first_page
-from lockstep.callbacks.first_page import boards, draw
+from lockstep.callbacks.first_page import PICTURE, boards, draw
 from lockstep.callbacks.meter import aside, find
 from lockstep.launch.signals import Interrupted
 from lockstep.step.loop import is_last_step
@@ -25,9 +25,10 @@ class Dashboard(Callback):
     """Writes to the Trainer's loggers, from rank zero, whenever `Meter` has measured: what `Meter.latest` holds, and
     `train/lr` and `train/grad_norm` (global norm of the step's gradient after all sums, before clipping) of that step.
 
-    TensorBoard also gets what `first_page` has: the run in one picture (`headline/run`: status, best validation, test,
+    TensorBoard also gets what `first_page` has: the run in one picture (`view/run`: status, best validation, test,
     speed, loss and accuracy; after a validation once a minute at most, and at the end), the page of curves that matter,
-    start-up line and config as text, a row of the HParams page. Other loggers get the hyper-parameters of that row.
+    start-up line and config as text, the values of a row of the HParams page. Other loggers get the
+    hyper-parameters of that row.
 
     Args:
         config: resolved config, plain containers.
@@ -117,7 +118,7 @@ class Dashboard(Callback):
             if "test/acc" in trainer.callback_metrics:
                 said += f", test/acc {float(trainer.callback_metrics['test/acc']):.4f}"
             for board in found:
-                board.experiment.add_figure("headline/run", draw(self._curves, said), trainer.global_step)
+                board.experiment.add_figure(PICTURE, draw(self._curves, said), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"curves": self._curves}

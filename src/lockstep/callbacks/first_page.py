@@ -1,4 +1,5 @@
-"""What TensorBoard shows at first sight: the run in one picture, a page of the curves that matter, texts, HParams."""
+"""What TensorBoard shows at first sight: validation of all runs, a page of the curves that matter, the run in one
+picture, texts, HParams."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,9 @@ from omegaconf import OmegaConf
 from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
 
-COMPARED = ("val/acc", "val/loss", "test/acc", "test/loss", "workers/samples_per_second")  # on the HParams page
+# TensorBoard's first page shows the groups of tags by their names, and opens the first two.
+FIRST = {"val/acc": "headline/val_acc", "val/loss": "headline/val_loss"}  # so these curves are drawn there once more
+PICTURE = "view/run"  # of each run one: below the curves in which runs can be compared
 HEIGHT = 2.2  # inches of a picture
 COUNTS = ("/correct", "/count")
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
@@ -17,8 +20,10 @@ LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "na
 FORKED = "(_step|_epoch)?"  # what Lightning adds to a name that is logged both at steps and at epochs' ends
 # Title -> tags (regular expressions); a chart each, all on one page.
 CHARTS = {
-    "loss": [f"^train/loss{FORKED}$", f"^val/loss{FORKED}$"],
-    "accuracy": [f"^train/acc{FORKED}$", f"^val/acc{FORKED}$"],
+    "training loss": [f"^train/loss{FORKED}$"],
+    "validation loss": [f"^val/loss{FORKED}$"],
+    "training accuracy": [f"^train/acc{FORKED}$"],
+    "validation accuracy": [f"^val/acc{FORKED}$"],
     "speed, samples per second": ["^workers/samples_per_second$"],
     "a step and its waiting for data, seconds": ["^workers/step_seconds$", "^workers/data_wait$"],
     "seconds of each rank in which it waits for no other": ["^worker_seconds/"],
@@ -30,11 +35,12 @@ CHARTS = {
 
 
 class TensorBoard(TensorBoardLogger):
-    """Lightning's, without what is no news as a curve: the epoch, a straight line, and counts, which are accuracies."""
+    """Lightning's, with the curves of FIRST on the first page, and without what is no news as a curve: the epoch, a
+    straight line, and counts, which are accuracies."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         shown = {tag: value for tag, value in metrics.items() if tag != "epoch" and not tag.endswith(COUNTS)}
-        super().log_metrics(shown, step)
+        super().log_metrics(shown | {FIRST[tag]: value for tag, value in shown.items() if tag in FIRST}, step)
 
 
 def figure(height: float, title: str) -> Any:
@@ -80,9 +86,10 @@ def write(writer: Any, step: int, config: Mapping[str, Any], headline: str) -> N
     writer.add_text("about", f"```\n{headline}\n```", step)
     text = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
     writer.add_text("config", f"```yaml\n{text}```", step)
-    # The row shows the last point of curves that the run has anyway. The logger's own log_hyperparams would ask for
-    # their values now, and draw them as points of their own.
-    for summary in hparams(dict(hyper_parameters(config)), dict.fromkeys(COMPARED, 0.0)):
+    # The run's hyper-parameters, without columns to show: which of them differ between runs, scripts/dashboard.py sees.
+    # The logger's own log_hyperparams would draw the metrics as points of their own.
+    _, *session = hparams(dict(hyper_parameters(config)), {})
+    for summary in session:
         writer.file_writer.add_summary(summary)
 
 

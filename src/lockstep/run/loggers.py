@@ -103,15 +103,17 @@ def title(folder: Path) -> str:
     """What sets a run apart, fit to be a file's name: what it was given on the command line, of a sweep's job what the
     other jobs were not given."""
     given, common = (
-        OmegaConf.select(OmegaConf.load(file), place) if file.exists() else ()
-        for file, place in (
-            (folder / ".hydra" / "hydra.yaml", "hydra.overrides.task"),
-            (folder.parent / "multirun.yaml", "hydra.overrides.task"),
-        )
+        list(map(_as_typed, OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task"))) if file.exists() else []
+        for file in (folder / ".hydra" / "hydra.yaml", folder.parent / "multirun.yaml")
     )
     told = [each for each in given if key(each).partition(".")[0] not in NO_TITLE]
     told = [each for each in told if each not in common] or told  # of a sweep's only job all is common
     return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
+
+
+def _as_typed(override: str) -> str:
+    """Of a sweep's job Hydra writes `exact=True` where `exact=true` was given."""
+    return re.sub("=(True|False)$", lambda match: match[0].lower(), override)
 
 
 @contextmanager

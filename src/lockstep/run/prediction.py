@@ -26,6 +26,7 @@ from lockstep.run.summary import summarise, write_summary
 from lockstep.step.passes import overrides
 
 LOG = logging.getLogger("lockstep")
+SHOWN_ROWS, SHOWN_WIDTH, LONGEST_CELL = 5, 100, 50  # of the table on the console; rows, characters, characters
 FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one of them
 
 
@@ -101,6 +102,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
         summary |= {"images": len(splits.test), "broken": broken}
         summary["throughput"]["samples_per_second"] = speed
         write_summary(folder / "summary.json", summary)
+        print(first_rows(folder / "predictions.csv"), flush=True)
         LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
         if broken:
             LOG.warning("can't be decoded, so their rows are empty: %s", some(broken))
@@ -148,6 +150,23 @@ def write(
             table.writerow([_inert(name, "./"), *cells])
         text.detach()
     return broken
+
+
+def first_rows(path: Path) -> str:
+    """The beginning of a table for the terminal: its first rows, and columns as far as a terminal is wide."""
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+        rows = list(itertools.islice(csv.reader(file), SHOWN_ROWS + 1))
+        more = next(file, None) is not None
+    rows = [[_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    fitting = sum(end <= SHOWN_WIDTH for end in itertools.accumulate(width + 2 for width in widths))
+    lines = ["  ".join(map(str.ljust, row[: max(1, fitting)], widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *["..."] * more])
+
+
+def _printable(cell: str) -> str:
+    cell = cell if len(cell) <= LONGEST_CELL else f"...{cell[3 - LONGEST_CELL :]}"  # of a path the end says more
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in cell)
 
 
 def _inert(text: str, mark: str) -> str:
