@@ -1,4 +1,4 @@
-"""SIGTERM saves and ends, SIGUSR1 saves and goes on: on all ranks at the same optimizer step."""
+"""SIGTERM (and SIGHUP) saves and ends, SIGUSR1 saves and goes on: on all ranks at the same optimizer step."""
 
 import logging
 import signal
@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.launch.signals import Interrupted, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, ignores_hangup, pending_signals, record_signal
 from lockstep.step.loop import validates
 
 LOG = logging.getLogger("lockstep")
@@ -37,11 +37,15 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signal.signal(signal.SIGTERM, record_signal)
+        if not ignores_hangup():  # no parent of ours passes it on
+            signal.signal(signal.SIGHUP, lambda signum, frame: record_signal(signal.SIGTERM, frame))
         signal.signal(signal.SIGUSR1, record_signal)
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved; the test can be run again
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if not ignores_hangup(number):
+                signal.signal(number, signal.SIG_DFL)  # all is saved; the test can be run again
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:

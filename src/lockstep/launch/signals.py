@@ -21,7 +21,7 @@ class Interrupted(BaseException):
         self.code = 128 + signum
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed, or ssh lost
 PASSED_ON = (*ENDING, signal.SIGUSR1)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
 
@@ -31,10 +31,15 @@ def record_signal(signum: int, frame: FrameType | None) -> None:
     pending_signals.append(signum)
 
 
+def ignores_hangup(signum: int = signal.SIGHUP) -> bool:
+    """Whether this is SIGHUP, and the process ignores it."""
+    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN
+
+
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
-    """While it lasts, signals are this handler's."""
-    before = {number: signal.signal(number, handler) for number in signals}
+    """While it lasts, signals are this handler's. SIGHUP stays ignored where it is: under nohup."""
+    before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
     try:
         yield
     finally:
@@ -44,8 +49,8 @@ def handling(handler: Callable[[int, FrameType | None], None], *signals: int) ->
 
 @contextmanager
 def forwarding() -> Iterator[list[int]]:
-    """While workers run, the parent passes signals on: SIGTERM and the first Ctrl-C ask them to save and end, SIGUSR1
-    to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
+    """While workers run, the parent passes signals on: SIGTERM, SIGHUP and the first Ctrl-C ask them to save and end,
+    SIGUSR1 to save and go on; a second Ctrl-C kills them. Yields the list of the ending signals received so far."""
     received: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:

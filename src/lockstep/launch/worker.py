@@ -41,6 +41,7 @@ def run(
     """The first function of a worker process."""
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal group; the parent passes it on
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # likewise, when the terminal is closed
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
     let_in()

@@ -27,6 +27,7 @@ from lockstep.launch.signals import (
     Interrupted,
     handling,
     held,
+    ignores_hangup,
     let_in,
     say_ending,
     set_parent_death_signal,
@@ -133,6 +134,8 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not ignores_hangup():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
     let_in()
