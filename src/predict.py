@@ -1,5 +1,8 @@
 """What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
 
+if __name__ == "__main__":
+    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -29,7 +29,7 @@ class Interrupted(BaseException):
         return Interrupted, (self.signum,)
 
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal was closed, or ssh lost
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *USER)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
@@ -40,14 +40,19 @@ def record_signal(signum: int, frame: FrameType | None) -> None:
     pending_signals.append(signum)
 
 
+def ignores_hangup(signum: int = signal.SIGHUP) -> bool:
+    """Whether this is SIGHUP, and the process ignores it."""
+    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN
+
+
 @contextmanager
 def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
-    """While it lasts, signals are this handler's. Only a main thread has handlers: in another one (Ray Train runs a
-    worker's function in one) whoever has that thread answers them."""
+    """While it lasts, signals are this handler's; SIGHUP stays ignored where it is, under nohup. Only a main thread has
+    handlers: in another one (Ray Train runs a worker's function in one) whoever has that thread answers them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in signals}
+    before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
     try:
         yield
     finally:

@@ -46,8 +46,8 @@ class Answer:
 def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     """The first function of a worker process."""
     faulthandler.enable(2)
-    for signum in (signal.SIGINT, signal.SIGUSR2):  # they may reach all processes at once; the parent passes them on
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # they may reach all processes at once; the parent
+        signal.signal(signum, signal.SIG_IGN)  # passes them on
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
     let_in()

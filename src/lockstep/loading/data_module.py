@@ -226,7 +226,7 @@ class DataModule(pl.LightningDataModule):
 def _as_loader(parent: int, worker: int) -> None:
     """Who asks the whole process group to end must not end the loader processes: the step under way needs them. But
     they end with the process that they load for: they hold its connections to other ranks open."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _excepthook
     set_parent_death_signal(parent)

@@ -20,14 +20,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep import began
+from lockstep import at_once, began
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agreement import agree, ranks_with_folder
 from lockstep.launch.endings import users_line
 from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.process_group import join_external, rank_zero_ends_with
-from lockstep.launch.signals import Interrupted
+from lockstep.launch.signals import ENDING, Interrupted
 from lockstep.run import arguments, checks, lock, resume, slurm
 from lockstep.run.arguments import keyed
 from lockstep.run.checks import ROOT, run_name
@@ -47,15 +47,17 @@ class SweepFailed(Exception):
 def command(job: Job, config_name: str) -> NoReturn:
     """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
 
-    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
-    terminated.
+    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143 terminated.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     export(**{STARTED: str(began)})
     import_quickly()
     code, said = run(job, config_name)
+    for number in ENDING:  # it ends
+        signal.signal(number, signal.SIG_IGN)
     if said and not rank_zero_ends_with(said):
-        print(said, file=sys.stderr)
+        with suppress(OSError):  # of a terminal that was closed
+            print(said, file=sys.stderr, flush=True)
     leave(code)
 
 
@@ -104,6 +106,8 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
 
     ran = False
     try:
+        if signal.getsignal(signal.SIGINT) is at_once.end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.page(config_name, keyed(sys.argv[1:]))
             with suppress(BrokenPipeError):  # piped into head, say

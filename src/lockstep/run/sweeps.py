@@ -26,7 +26,7 @@ from lockstep.launch.environment import STARTED, environment, export, external_w
 from lockstep.launch.interpreter import imported
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.process_group import of_rank_zero
-from lockstep.launch.signals import Interrupted, forwarding, held, let_in, set_parent_death_signal
+from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangup, let_in, set_parent_death_signal
 from lockstep.run.arguments import key
 from lockstep.run.checks import checker
 from lockstep.run.cli import SweepFailed
@@ -269,6 +269,8 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not ignores_hangup():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
     let_in()
