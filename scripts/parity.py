@@ -177,11 +177,11 @@ def verdict(rows: Sequence[Row]) -> tuple[str, bool]:
     controls = [row for row in rows if row.kind == "control"]
     failed = [f"{row.layout} ({row.kind})" for row in trials if not row.passed]
     blind = [row.layout for row in controls if not row.passed]
-    exact = sum(row.kind in ("exact", "late") for row in trials)
+    exact = sum(row.kind in ("exact", "late") and row.same_bits is True for row in trials)  # others may be refused
     layouts = (
         f"{len(failed)} of {len(trials)} rows differ: {', '.join(failed)}"
         if failed
-        else f"all {len(trials)} rows are the same, {exact} of them bit for bit"
+        else f"all {len(trials)} rows are as promised, {exact} of them bit for bit"
     )
     mistakes = (
         f"this comparison does not see {len(blind)} of {len(controls)} mistakes made on purpose, so it proves nothing: "

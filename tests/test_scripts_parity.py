@@ -57,7 +57,8 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
     assert run.stdout.endswith(
-        "The layouts agree: all 14 rows are the same, 8 of them bit for bit; all 5 mistakes made on purpose are seen.\n"
+        "The layouts agree: all 14 rows are as promised, 8 of them bit for bit; "
+        "all 5 mistakes made on purpose are seen.\n"
     )
     assert not list(run.folder.rglob("*.npz"))
 
@@ -124,6 +125,11 @@ def test_the_verdict_names_the_rows_that_differ() -> None:
     rows += [Row("control", "lr x 1.01", "", "seen, after step 1", True)]
     expected = "1 of 2 rows differ: dp, 2 devices (exact); all 1 mistakes made on purpose are seen."
     assert verdict(rows) == (expected, False)
+    rows[1] = Row("exact", "dp, 2 devices", "", "no exact sum", True)  # refused, which is legal
+    expected = (
+        "The layouts agree: all 2 rows are as promised, 0 of them bit for bit; all 1 mistakes made on purpose are seen."
+    )
+    assert verdict(rows) == (expected, True)
 
 
 def test_one_piece_is_refused(run_parity: Program) -> None:
