@@ -47,7 +47,8 @@ class SweepFailed(Exception):
 def command(job: Job, config_name: str) -> NoReturn:
     """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
 
-    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143 terminated.
+    Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
+    terminated.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     export(**{STARTED: str(began)})
