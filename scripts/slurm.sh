@@ -1,9 +1,10 @@
 #!/bin/bash
-# One task per GPU; queued again when its time is up, and then goes on by itself:  sbatch scripts/slurm.sh model=resnet18
+# One task per device; queued again when its time is up, and then goes on by itself:
+#   sbatch scripts/slurm.sh model=resnet18                                           one task on one node
+#   sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 scripts/slurm.sh model=resnet18   a task for each of eight GPUs
 #SBATCH --nodes=1
-#SBATCH --gpus-per-node=4
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=2
 #SBATCH --time=04:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
