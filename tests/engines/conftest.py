@@ -1,0 +1,43 @@
+"""Engines that start a run's processes: real ones. Where one is not installed its tests are skipped, and say why;
+install.sh beside this file installs them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Program, Run
+from network.machines import Machines, NoMachines
+
+from engines.cluster import Cluster, NoCluster
+from engines.sites import JOB, Site
+
+
+@pytest.fixture(scope="session")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """JOB on one device: what every engine must end as."""
+    return Program(tmp_path_factory.mktemp("one_device") / "outputs")(*JOB)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path / "site")
+
+
+@pytest.fixture(scope="session")
+def machines() -> Iterator[Machines]:
+    """Three machines on one switch, whose own names are loopback addresses to them, as on Debian."""
+    try:
+        with Machines(3) as made:
+            yield made
+    except NoMachines as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A SLURM cluster of two nodes."""
+    try:
+        with Cluster(2) as made:
+            yield made
+    except (NoCluster, NoMachines) as reason:
+        pytest.skip(str(reason))

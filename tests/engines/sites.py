@@ -1,0 +1,138 @@
+"""Copies of the template for runs that an engine starts, and what all engines must show.
+
+A run is slow until its copy has a file `hurry`, so that it can be struck in its middle however fast the machine is.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, STRUCK, Run, summary_of, template, wait_for
+
+# Six epochs of ten steps. Six pieces: for one, two or three workers alike.
+JOB = (*STRUCK, "max_epochs=6", "batch_size=36", "exact=true", "pieces=6")
+SLOW = "callbacks=[default,slow]"
+BAD = "lr=-1"
+REFUSAL = "error: lr=-1"
+SECONDS = 150.0  # that a run may take, restarts included, on a busy machine
+
+CALLBACK = """
+import time
+from pathlib import Path
+
+from lightning.pytorch import Callback
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, *args, **kwargs):
+        time.sleep(0 if (Path(__file__).parents[2] / "hurry").exists() else 0.4)
+"""
+
+
+class Site:
+    """A folder with the template in it, from which programs are started; their runs are below `outputs`.
+
+    Args:
+        placed: makes of a command one that runs on another machine.
+    """
+
+    def __init__(self, home: Path, placed: Callable[[Sequence[str]], Sequence[str]] = list) -> None:
+        self.home = template(home)
+        self.placed = placed
+        self.outputs = home / "outputs"
+        home.joinpath("src", "project", "slow.py").write_text(CALLBACK)
+        home.joinpath("conf", "callbacks", "slow.yaml").write_text("slow:\n  _target_: project.slow.Slow\n")
+        home.joinpath("scripts").mkdir()
+        for script in ("slurm.sh", "torchrun.sh"):
+            shutil.copy(ROOT / "scripts" / script, home / "scripts")
+
+    def start(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts a program in this folder, in a process group of its own."""
+        return subprocess.Popen(
+            self.placed(command),
+            cwd=self.home,
+            env=environment() | (env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str], timeout: float = SECONDS) -> Run:
+        """Waits for a program; one that takes longer than `timeout` seconds is killed and fails the test."""
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            stdout, stderr = process.communicate()
+            pytest.fail(f"still running after {timeout:.0f} s: {process.args!r}\n{stdout}\n{stderr}")
+        return Run(process.returncode, stdout, stderr, self.outputs)
+
+    def run(self, *command: str, env: dict[str, str] | None = None) -> Run:
+        return self.finish(self.start(*command, env=env))
+
+    def hurry(self, on: bool = True) -> None:
+        """Lets the steps of slow runs take no longer than they need."""
+        (self.home / "hurry").touch() if on else (self.home / "hurry").unlink(missing_ok=True)
+
+    def wait_for_checkpoint(self, name: str, process: subprocess.Popen[str]) -> Path:
+        """Waits until a run has saved once more, and returns its folder; fails when the process ends before."""
+        before = self.saved(name)
+        wait_for(lambda: self.saved(name) > before, process, SECONDS)
+        return max(self.outputs.glob(f"{name}/*/checkpoints/last.ckpt"), key=modified).parents[1]
+
+    def saved(self, name: str) -> int:
+        """When a run was saved for the last time, in nanoseconds."""
+        return max((modified(file) for file in self.outputs.glob(f"{name}/*/checkpoints/last.ckpt")), default=0)
+
+
+def modified(file: Path) -> int:
+    with suppress(FileNotFoundError):
+        return file.stat().st_mtime_ns
+    return 0
+
+
+def everything(*runs: Run) -> str:
+    """The output of several programs, one after the other."""
+    return "\n".join(run.stdout + run.stderr for run in runs)
+
+
+def environment() -> dict[str, str]:
+    """What an engine hands to its workers: programs of this interpreter's environment come first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    # Open MPI refuses root unless it is told twice.
+    return {**os.environ, "PATH": path, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def ended_well(name: str, sites: Sequence[Site], one_device: Run, output: str) -> dict[str, Any]:
+    """The summary of a run that completed with the bits of one device, and was written once: on all machines together
+    there is one folder's name, one completed summary, and one line about its test, in the log and in `output`.
+
+    Args:
+        output: what all processes of the run wrote, since it was started for the last time.
+    """
+    files = [file for site in sites for file in site.outputs.glob(f"{name}/*/summary.json")]
+    assert len({file.parent.name for file in files}) == 1, f"one run expected, found {files}\n{output}"
+    completed = [file.parent for file in files if summary_of(file.parent)["status"] == "completed"]
+    assert len(completed) == 1, f"{[summary_of(file.parent) for file in files]}\n{output}"
+    summary = summary_of(completed[0])
+    for key in ("weights_sha256", "steps", "metrics"):
+        assert summary[key] == one_device.summary[key], key
+    logs = [file.read_text() for site in sites for file in site.outputs.glob(f"{name}/*/train.log")]
+    line = f"test (best.ckpt, step {summary['steps']})"
+    assert sum(log.count(line) for log in logs) == 1
+    assert output.count(line) == 1, output
+    return summary
+
+
+def refused_once(said: str) -> bool:
+    """Whether the refusal of BAD stands in an output exactly once, without a traceback of the program."""
+    return said.count(REFUSAL) == 1 and 'src/train.py", line' not in said
