@@ -4,7 +4,7 @@
 # All arguments are torchrun's and are passed on. One that stands here, too, replaces it: --rdzv-conf=..., --local-addr=...
 set -euo pipefail
 fail() {
-    echo "error: $1" >&2
+    echo "error: $*" >&2
     exit 2
 }
 
@@ -28,7 +28,7 @@ address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }') || true
 # Addresses of this machine, with their interfaces. Its own name may stand for a loopback address (Debian: 127.0.1.1), which others can't reach.
 mine=$(ip -4 -oneline address show scope global | awk '{ sub("/.*", "", $4); print $4, $2 }')
 if [[ $address == 127.* ]]; then
-    [[ $(wc -l <<<"$mine") == 1 ]] || fail "--rdzv-endpoint=$endpoint: $host is $address here, which others can't reach: give one of" $mine
+    [[ $(wc -l <<<"$mine") == 1 ]] || fail "--rdzv-endpoint=$endpoint: $host is $address here, which others can't reach: give an address," ${mine//$'\n'/ or }
     address=${mine% *}
 fi
 is_host=0 local=$(ip -4 route get "$address" | awk '{ for (at = 1; at < NF; at++) if ($at == "src") print $(at + 1) }')

@@ -124,8 +124,10 @@ def ended_well(name: str, sites: Sequence[Site], one_device: Run, output: str) -
     completed = [file.parent for file in files if summary_of(file.parent)["status"] == "completed"]
     assert len(completed) == 1, f"{[summary_of(file.parent) for file in files]}\n{output}"
     summary = summary_of(completed[0])
-    for key in ("weights_sha256", "steps", "metrics"):
+    for key in ("weights_sha256", "steps"):
         assert summary[key] == one_device.summary[key], key
+    for key in ("test/correct", "test/count"):
+        assert summary["metrics"][key] == one_device.summary["metrics"][key], key
     logs = [file.read_text() for site in sites for file in site.outputs.glob(f"{name}/*/train.log")]
     line = f"test (best.ckpt, step {summary['steps']})"
     assert sum(log.count(line) for log in logs) == 1

@@ -23,9 +23,9 @@ def test_two_ranks_are_stopped_and_started_again(site: Site, one_device: Run) ->
     folder = site.wait_for_checkpoint("stopped", processes[0])
     for process in processes:
         os.kill(process.pid, signal.SIGTERM)
-    site.hurry()
     runs = [site.finish(process) for process in processes]
     assert [run.returncode for run in runs] == [143, 143], everything(*runs)
+    site.hurry()
     runs = [site.finish(process) for process in start(site, 2, f"resume={folder}")]
     assert [run.returncode for run in runs] == [0, 0], everything(*runs)
     assert not runs[1].stdout + runs[1].stderr, "rank zero speaks"

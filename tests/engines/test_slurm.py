@@ -19,6 +19,12 @@ def wait_for_checkpoint(cluster: Cluster, site: Site, name: str, job: str) -> No
     cluster.wait_until(job, lambda: site.saved(name) > before)
 
 
+def wait_for_requeue(cluster: Cluster, site: Site, job: str) -> None:
+    """Waits until a job is queued again, and lets it run fast from then on."""
+    cluster.wait_until(job, lambda: cluster.state(job).get("Restarts") == "1")
+    site.hurry()
+
+
 def test_one_task_and_bad_input(cluster: Cluster, site: Site, one_device: Run) -> None:
     job = cluster.submit(site, "scripts/slurm.sh", *JOB, "name=one_task")
     refused = cluster.submit(site, *TWO_NODES, *JOB, BAD, "name=refused", output="refused")
@@ -38,7 +44,7 @@ def test_two_nodes_are_queued_again_and_go_on(cluster: Cluster, site: Site, one_
         cluster.ask("scancel", "--signal=TERM", job)
     else:
         cluster.ask("scontrol", "requeue", job)
-    site.hurry()
+    wait_for_requeue(cluster, site, job)
     known = cluster.wait(job)
     assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
     output = cluster.output(job)
@@ -55,7 +61,7 @@ def test_the_signals_of_lightning_and_submitit_save_and_requeue(
     job = cluster.submit(site, *TWO_TASKS, *JOB, SLOW, "name=usr")
     wait_for_checkpoint(cluster, site, "usr", job)
     cluster.ask("scancel", f"--signal={signum.name.removeprefix('SIG')}", job)
-    site.hurry()
+    wait_for_requeue(cluster, site, job)
     known = cluster.wait(job)
     assert (known["JobState"], known["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
     assert "saved last.ckpt after step" in cluster.output(job)
