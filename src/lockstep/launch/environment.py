@@ -129,7 +129,7 @@ def _dialect(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]
     """
     if "TORCHELASTIC_RUN_ID" in variables:
         return "torchrun", TORCH
-    if {"RANK", "WORLD_SIZE"} <= variables.keys() and int(variables["WORLD_SIZE"]) > 1:
+    if "RANK" in variables and variables.get("WORLD_SIZE", "").isdecimal() and int(variables["WORLD_SIZE"]) > 1:
         return "env", TORCH
     for (launcher, sign), names in DIALECTS.items():
         if sign in variables and int(variables.get(names[1], "1")) > 1:
@@ -162,16 +162,20 @@ def refuse_unread(variables: Mapping[str, str]) -> None:
         Refusal: naming the variable, and what starts workers that are known.
     """
     launcher, names = _dialect(variables)
+    rank, world_size = (variables.get(name, "") for name in TORCH[:2])
+    if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
+        raise Refusal(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
         known = {sign for (_, sign), own in DIALECTS.items() if own[1] in variables}
         unread = [name for name in UNREAD if name in variables and name not in known]
+        unread += ["WORLD_SIZE"] * (world_size not in ("", "1"))
         slurm = "SLURM_STEP_NUM_TASKS" in variables  # which counts the tasks, whatever else is set
-        alone = variables.get("WORLD_SIZE") == "1" or slurm
+        alone = world_size == "1" or slurm
         if unread and not alone:
             raise Refusal(
-                f"{unread[0]}={variables[unread[0]]}: several processes may have been started for this run, and "
-                "nothing says how many: start it with torchrun, srun or mpirun, or set RANK, WORLD_SIZE, MASTER_ADDR "
-                f"and MASTER_PORT; a process alone: unset {unread[0]}"
+                f"{unread[0]}={variables[unread[0]]}: several processes may have been started for this run, and it "
+                "can't be told which of how many this is: start it with torchrun, srun or mpirun, or set RANK, "
+                f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a process alone: unset {unread[0]}"
             )
     elif launcher == "env" and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
         raise Refusal(
