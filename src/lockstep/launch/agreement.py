@@ -48,6 +48,12 @@ def agree(what: str, make: Callable[[], Any]) -> Any:
     return value
 
 
+def forget_agreed() -> None:
+    """Remove what this machine's workers remember: their run is completed, and the agent ends too."""
+    if (memory := _memory()) and environment().local_rank == 0:
+        memory.unlink(missing_ok=True)
+
+
 def _memory() -> Path | None:
     """The file in which the workers of one torchrun agent remember values; None under another engine.
 

@@ -22,7 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import at_once, began
 from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.agreement import agree, ranks_with_folder
+from lockstep.launch.agreement import agree, forget_agreed, ranks_with_folder
 from lockstep.launch.endings import users_line
 from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
@@ -54,6 +54,8 @@ def command(job: Job, config_name: str) -> NoReturn:
     export(**{STARTED: str(began)})
     import_quickly()
     code, said = run(job, config_name)
+    if code == 0:
+        forget_agreed()
     for number in ENDING:  # it ends
         signal.signal(number, signal.SIG_IGN)
     if said and not rank_zero_ends_with(said):
