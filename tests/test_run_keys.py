@@ -205,7 +205,7 @@ OF_HYDRA = {"outputs"}  # conf/hydra/default.yaml has it in the run's folder
 @pytest.mark.parametrize("key", sorted({field.name for field in fields(Keys)} - OF_HYDRA))
 def test_each_key_of_the_front_page_is_read(key: str) -> None:
     """In the layout, in the learning rate of a step, in a worker's threads, or by the engine, in words."""
-    others = {"accelerator": None, "num_nodes": None, "lr_scaling": "linear"}
+    others = {"accelerator": None, "num_nodes": None, "lr_scaling": "linear", "threads": 1000}
     raw = composed("accelerator=cpu", "lr_scaling=sqrt", "data=synthetic")
     read = re.search(rf"\b(?:config|cfg)\.{key}\b", ENGINE) is not None
     if key in LAYOUT or key in ("lr", "lr_scaling", "reference_batch_size", "threads"):

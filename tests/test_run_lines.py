@@ -2,6 +2,7 @@
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -78,6 +79,15 @@ def test_known_noise_is_left_out_of_a_log_and_everything_else_stays(log: Path) -
     (kept, own) = log.read_text().splitlines()
     assert "It is recommended" in kept
     assert own.endswith("lockstep: does not have many workers which may be a bottleneck")
+
+
+def test_a_program_without_a_log_hides_the_same_warnings() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        logs.hide_harmless_warnings()
+        warnings.warn("The `srun` command is available on your system but is not used. HINT: x", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert [str(each.message) for each in shown] == ["something else"]
 
 
 # --- without runs ---
