@@ -67,7 +67,7 @@ def test_a_sweep_saves_when_the_terminal_is_closed(run_train: Program) -> None:
     wait_for(lambda: list(run_train.outputs.rglob("last.ckpt")), process)
     os.killpg(process.pid, signal.SIGHUP)
     run = run_train.finish(process)
-    assert (run.returncode, run.summary["error"]) == (143, "interrupted by SIGHUP"), run
+    assert (run.returncode, run.summary["error"]) == (143, "interrupted by SIGTERM"), run
     assert run.summary["steps"] == checkpoint_of(run.folder)["global_step"] > 0
     assert "to run what is missing" in run.stderr
 

@@ -215,6 +215,10 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
             before, after = check(raw), check(raw | {key: value})
             of_both = [(each.layout, each.step_lr, each.worker_threads) for each in (before, after)]
             read = of_both[0] != of_both[1]
+    if key == "num_nodes":  # which the engine decides that starts workers on machines
+        with pytest.raises(Refusal, match="num_nodes=2: on several machines an engine starts the workers"):
+            check(composed("num_nodes=2"))
+        return
     assert read or key == "accelerator", f"nobody reads {key}"
     assert not re.search(rf"\b(?:config|cfg)\.{key}_\b", ENGINE), "the control"
 

@@ -103,6 +103,8 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
         if joined:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
             monkeypatch.setenv("LOCKSTEP_LAUNCHER", "slurm")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         told.environment.cache_clear()
         return told.environment().own_gpu, told.environment().own_cores
 

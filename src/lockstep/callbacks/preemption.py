@@ -36,11 +36,11 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         self._own: int = signal.SIGTERM  # the ending signal that this rank got, if it did
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self._handlers = ExitStack()
+        self._ends = set(ending_signals()) - {signal.SIGINT}  # the parent passes on a Ctrl-C as SIGTERM
         self._due = self._interval = 1
         self._clock = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._ends = set(ending_signals()) - {signal.SIGINT}
         self._handlers.enter_context(handling(record_signal, *{*self._ends, signal.SIGUSR1}))
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 

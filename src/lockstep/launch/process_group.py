@@ -277,10 +277,10 @@ def _silent_ranks() -> set[int]:
 def rank_zero_ends_with(line: str) -> bool:
     """Whether this rank need not print its last line, because rank zero ends with the same one. What all ranks refuse
     is printed once, and what one of them meets by itself is printed by that one."""
-    from torch.distributed import DistError
-
     if external_workers() <= 1 or not _stores:
         return False
+    from torch.distributed import DistError
+
     store, own, line = _stores[0], environment().rank, line.partition("\n")[0]
     others = [f"line/{rank}" for rank in range(1, environment().world_size)]
     try:

@@ -105,6 +105,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
         raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
+    raw = {key: value for key, value in raw.items() if key != "split"}  # which images, not which model
     kept = {key: trained[key] for key in VALUES}
     if raw.get("data_dir") is not None:
         kept["data_dir"] = raw["data_dir"]

@@ -155,7 +155,7 @@ def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[
 
 def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
     """Removes the length of the run that goes on where another one is given: epochs for steps, or steps for epochs."""
-    if LENGTH & {key(argument) for argument in given}:
+    if LENGTH & {key(argument) for argument in given if argument.partition("=")[2] not in ("null", "")}:
         for name in LENGTH:
             kept.pop(name, None)
 
