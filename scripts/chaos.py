@@ -12,9 +12,10 @@ from best.ckpt, or starts again. Survived: every run ended with the weights_sha2
 one, each life with the exit code that its fault calls for and without a traceback, and nothing was left behind: no
 process (hence no port), no temporary file, no folder but the runs' own.
 
-With --machines one run over network namespaces (Linux, root) is struck within its life: a worker, a machine, a link for
-5 or 20 s, the machine that keeps the run, or all. Who was killed is started again seconds later. It must end as the
-same run on one device.
+With --machines one run under torchrun, over network namespaces (Linux, root), is struck within its life: a worker, a
+machine, a link for 5 or 20 s, the machine that serves torchrun's store, or all. A machine that was killed is started
+again seconds later; without the store all end, and go on by `resume=` with another machine's store. It must end as the
+same run on one device, and each machine with the same last.ckpt.
 
 With --silent bits flip instead, a fault in each run, on three devices: in weights, activations, gradients, in what is
 sent or received when these are summed, in what is saved; once, or again and again. Survived: every change was seen by

@@ -33,6 +33,7 @@ from torch.utils.data import default_collate
 
 from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
+from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.build import make_module
 from lockstep.run.checks import whole
@@ -62,10 +63,12 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
     rate, rounds = raw.pop("rate"), whole(2)("rounds", raw.pop("rounds"))
     if rate is not None:
         bits_per_second("rate", rate)
+    if external_workers() or raw["num_nodes"] != 1:
+        raise Refusal("communication.py measures on one machine: num_nodes=1, and no torchrun")
     config = check(raw | {"strategy": {"name": "ddp"}, "batch_size": raw["devices"] * raw["batch_size"]})
     workers = config.layout.devices
-    if workers < 2 or config.layout.num_nodes > 1:
-        raise Refusal("devices: 2 or more workers of one machine, of which all numbers up to it are tried")
+    if workers < 2:
+        raise Refusal("devices: 2 or more workers, of which all numbers up to it are tried")
     with ExitStack() as stack:
         machines = None
         if rate is not None:

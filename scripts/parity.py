@@ -5,9 +5,9 @@
     python scripts/parity.py features=true
 
 Takes the config of train.py, and trains the same optimizer steps on every layout that this machine can run, by default
-and with exact=true; on CPUs also on two machines, which are two parents on this host that meet over its loopback
-device. By default layouts must agree to rounding; under exact, bit for bit. Beside them run controls, steps that are
-wrong on purpose: if one of them is not seen, the comparison is worth nothing, and says so.
+and with exact=true; also in two workers that are started as an engine does it (torchrun, SLURM, MPI). By default
+layouts must agree to rounding; under exact, bit for bit. Beside them run controls, steps that are wrong on purpose: if
+one of them is not seen, the comparison is worth nothing, and says so.
 
 What is rounding is measured, not decreed: three runs whose gradients are off by as many roundings as a step has pieces
 show how far this model has carried that after each step, and ten times as far (or ten roundings of the weights for each
@@ -25,7 +25,6 @@ Writes parity.json and parity.png into its run folder, or differences.json and d
 last line is the verdict. Exit codes: 0 all as promised, 1 not, 2 bad input.
 """
 
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -49,7 +48,6 @@ from lockstep.arithmetic.layout import counted as quantity
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
-from lockstep.launch.network import LOOPBACK
 from lockstep.loading import Splits
 from lockstep.run import cli
 from lockstep.run.checks import Flag, checker, whole
@@ -66,6 +64,7 @@ CONTROLS = {
     "short tail scaled as a full step": "windowed",
 }
 LATE = "gradients a step later"  # one more control, where gradients can be late
+ENGINE = "an engine's workers, 2"
 
 
 class Different(Exception):
@@ -123,9 +122,9 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     Raises:
         Refusal: nothing can be compared.
     """
-    config = check(raw)
-    if config.layout.num_nodes > 1 or external_workers():
+    if raw["num_nodes"] != 1 or external_workers():
         raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
+    config = check(raw)
     if config.layout.pieces < 2:
         raise Refusal("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
     splits = open_data(config.data, config.data_dir, config.seed)
@@ -238,8 +237,12 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     one, others = everywhere[0] | default, everywhere[1:]
     found = [("default", Trial("", one))]
     found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
+    two = asked(config, raw) | {"strategy": {"name": "ddp"}, "devices": 2}
+    engines = [two] if can_run({**raw, **two, **default}) else []
     found += [("default", Trial("", layout | default)) for layout in others]
+    found += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    found += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
     late = {"late": config.late + 1}
     if lateable := can_run({**raw, **one, **late}):
         some: dict[str, dict[str, Any]] = {}  # the first of each strategy
@@ -279,9 +282,6 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not config.compile:  # nor with this one, of which every piece passes each stage
         candidates += [({"name": "pipeline"}, n) for n in (2, 3) if n <= most and config.layout.accelerator == "cpu"]
     found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
-    if most >= 2 and config.layout.accelerator == "cpu":  # a guest on this host would take the first GPU too
-        met = {"num_nodes": 2, "rdzv_endpoint": f"{LOOPBACK}:{free_port()}"}
-        found.append(asked(config, raw) | {"strategy": {"name": "ddp"}, "devices": 1} | met)
     seen = set()
     for changes in found:
         layout = check({**raw, **changes}).layout
@@ -296,16 +296,8 @@ def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}
 
 
-def free_port() -> int:
-    """One on which nobody listens, for two machines to meet: two parents on this host."""
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def title(layout: Layout) -> str:
     """A layout's name in the table."""
-    if layout.num_nodes > 1:
-        return f"{layout.num_nodes} machines, {quantity(layout.devices, 'device')} each"
     if layout.strategy == "pipeline":
         return f"pipeline, {layout.devices} stages"
     return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {quantity(layout.devices, 'device')}"

@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: Machines | None, folder: Path) -> None:
-    """One run of a way: on this machine, or with a worker on each of several ones.
+    """One run of a way: on this machine, or as a rank on each of several ones.
 
     Raises:
         RuntimeError: it failed.
@@ -105,9 +105,9 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
     if machines is None:
         commands = [[*asked, f"devices={options.devices}", f"outputs={folder}/0"]]
     else:
-        met = ["devices=1", f"num_nodes={options.devices}", f"rdzv_endpoint={machines.address(0)}:{PORT}"]
-        places = [[*asked, *met, f"outputs={folder}/{index}"] for index in range(options.devices)]
-        commands = [machines.command(index, command) for index, command in enumerate(places)]
+        commands = [
+            machines.rank(index, [*asked, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
+        ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}"}
     with (folder / "log").open("w+") as log:
         started = [subprocess.Popen(each, cwd=ROOT, env=environment, stdout=log, stderr=log) for each in commands]

@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,19 +308,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Program(tmp_path_factory.mktemp("undisturbed") / "outputs")(*STRUCK, "exact=true", "pieces=4")
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Three machines (several.py); the test is skipped where they can't be made."""
-    from network.machines import Machines, NoMachines
-    from several import Site
-
-    try:
-        with Machines(3) as made, closing(Site(made, tmp_path_factory.mktemp("site"))) as site:
-            yield site
-    except NoMachines as reason:
-        pytest.skip(str(reason))
-
-
 @pytest.fixture(autouse=True)
 def own_environment() -> None:
     """What a test sets in the environment is read in that test."""
@@ -338,10 +325,9 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first: at the end, no worker waits for another's. Before them all those on several
-    machines: what is stolen is stolen from the end, so one worker has them, and makes the machines once."""
+    """Files with long tests come first: at the end, no worker waits for another's."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: ("site" not in getattr(item, "fixturenames", ()), item.path not in long))
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -303,7 +303,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
         run = run_train(f"resume={wanted}", wrong, ok=False)
         assert run.returncode == 2, str(run)
         assert run.stderr.count("\n") == 1
-        log = {folder / "train.log", folder / "provenance.json", folder / "git.diff"}
+        log = {folder / "train.log", folder / "provenance.json", folder / "git.diff", folder / ".lock"}
         now = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         assert {path: now[path] for path in now if path not in log} == {
             path: content for path, content in before.items() if path not in log

@@ -43,7 +43,7 @@ def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> 
     chosen = run_train(*TASK, "data.samples=100", "max_steps=1")
     assert "| 32-true | channels_last, 1 thread\n" in chosen.stdout + chosen.stderr
     plain = run_train(*TASK, "data.samples=100", "max_steps=1", "memory_format=contiguous", "threads=2")
-    assert "| 32-true | 2 threads |" in plain.stdout + plain.stderr
+    assert "| 32-true | 2 threads\n" in plain.stdout + plain.stderr
 
 
 @pytest.mark.parametrize(

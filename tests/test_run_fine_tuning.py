@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NORMS, ROOT, Program, Run, checkpoint_of, summary_of
-from several import JOB, Site, ended_well
+from conftest import NORMS, ROOT, Program, Run, checkpoint_of, of_torchrun, summary_of
 from small_models import fast_cnn
 
 from lockstep.arithmetic.layout import Refusal
@@ -276,13 +275,18 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_two_machines_one_has_the_weights(site: Site, run_train: Program) -> None:
-    task = (*JOB, "max_epochs=1")
-    assert site.finish(0, site.start(0, *task, "name=base")).returncode == 0
-    (base,) = (site.homes[0] / "outputs" / "base").iterdir()
-    processes = site.start_all("max_epochs=1", "name=tuned", "init_from=last", "seed=3", count=2)
-    tuned = ended_well(site.finish_all(processes), "tuned")
-    one = run_train(*task, "seed=3", f"init_from={base}").summary["weights_sha256"]
-    assert tuned["weights_sha256"] == one
-    fresh = Program(run_train.outputs.with_name("fresh"))(*task, "seed=3")
+def test_of_two_machines_one_has_the_weights(place: Path, tmp_path: Path) -> None:
+    """Two ranks of an engine, each in a folder of its own, of which rank zero's has what `init_from` names."""
+    task = (*BASE, "max_epochs=1", "seed=3", "exact=true", "pieces=6")
+    machines = [each | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for each in of_torchrun()]
+    programs = [Program(tmp_path / each["RANK"]) for each in machines]
+    started = [
+        program.start(*task, "strategy=ddp", "init_from=base", env=machine, cwd=home)
+        for program, machine, home in zip(programs, machines, (place, tmp_path), strict=True)
+    ]
+    runs = [program.finish(each) for program, each in zip(programs, started, strict=True)]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(map(str, runs))
+    one = Program(tmp_path / "one")(*task, "init_from=base", cwd=place).summary["weights_sha256"]
+    assert runs[0].summary["weights_sha256"] == one
+    fresh = Program(tmp_path / "fresh")(*task)
     assert fresh.summary["weights_sha256"] != one

@@ -43,7 +43,7 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     rows = report(run)["rows"]
     assert all(row["passed"] for row in rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
-    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", "pipeline, 2 stages", "2 machines, 1 device each"]
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", "pipeline, 2 stages", "an engine's workers, 2"]
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
     assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * 4
     late = [row for row in rows if row["kind"] == "late"]

@@ -65,7 +65,7 @@ class Campaign:
         if "Traceback" in life.text:
             self.problem("a traceback on the console", life)
 
-    def check_end(self, folder: Path, life: Life) -> None:
+    def check_end(self, folder: Path, life: Life | None = None) -> None:
         """What must be so of a run that ended well: the undisturbed one's end."""
         ended, reference = summary_of(folder), self.reference
         for key in ("weights_sha256", "status", "steps", "samples_seen"):

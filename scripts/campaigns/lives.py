@@ -27,7 +27,8 @@ class Life:
 
     Args:
         program: its name, which is that of a module that has a function of this name.
-        elsewhere: the beginning of a command that runs the rest of it on another machine, without a fork's speed.
+        elsewhere: the beginning of a command that runs the rest of it, from the program's name on, on another machine,
+            without a fork's speed.
     """
 
     def __init__(self, arguments: Sequence[str], program: str = "train", elsewhere: Sequence[str] = ()) -> None:
@@ -115,7 +116,7 @@ def _live(program: str, arguments: list[str], elsewhere: Sequence[str], output: 
     os.chdir(ROOT)
     if elsewhere:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-        os.execvp(elsewhere[0], [*elsewhere, sys.executable, f"src/{program}.py", *arguments])
+        os.execvp(elsewhere[0], [*elsewhere, f"src/{program}.py", *arguments])
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lockstep.arithmetic.layout import Refusal
 
 # What runs may differ in and still be the same experiment.
-IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|rdzv_endpoint|sweep|hydra|logger|debug)(\.|$)")
+IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug)(\.|$)")
 # What `layout` and `batch` say already.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
 # What decides who computes which piece, how fast, and in which order sums are made, and not what a step is. `pieces`

@@ -81,6 +81,11 @@ class Machines:
         named = f'{mounts}hostname {self.names[index]} && exec "$@"'
         return ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
+    def rank(self, index: int, command: Sequence[str], port: int) -> list[str]:
+        """What runs `command` on each machine as one rank of a run over all of them, as any `env://` launcher does."""
+        place = {"RANK": index, "WORLD_SIZE": len(self.names), "MASTER_ADDR": self.address(0), "MASTER_PORT": port}
+        return self.command(index, ["env", *(f"{name}={value}" for name, value in place.items()), *command])
+
     def start(
         self, index: int, command: Sequence[str], hidden: Sequence[str | Path] = (), **options: Any
     ) -> subprocess.Popen[str]:

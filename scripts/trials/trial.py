@@ -10,8 +10,9 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,10 +24,11 @@ from trials.record import FILE, KILLED
 from lockstep.arithmetic.layout import Refusal
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
-from lockstep.launch.meeting import meet
+from lockstep.launch.environment import export
+from lockstep.launch.network import LOOPBACK, bound
+from lockstep.launch.process_group import leave_group
 from lockstep.loading import Splits
 from lockstep.run.config import Config, check
-from lockstep.run.supervisor import run_in_workers
 from lockstep.run.training import train
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
@@ -42,6 +44,7 @@ class Trial:
     Attributes:
         whole: validates too, and keeps the callbacks that are none of every run's.
         begun: changes of the layout on which it begins, to be killed in the middle of an epoch; with `whole`.
+        by_engine: its workers are started as an engine does it, and find their place in the environment.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Trial:
     fault: str | None = None
     whole: bool = False
     begun: Mapping[str, Any] | None = None
+    by_engine: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,15 +108,11 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     if trial.begun is not None:
         begins = _config(trial, raw, steps, trial.begun, KILLED)
         with suppress(WorkerFailed):
-            launch(_work, begins, splits, folder, layout=begins.layout)
+            _launch(begins, splits, folder)
             raise AssertionError("it was to be killed")
         if not (folder / "checkpoints" / "last.ckpt").exists():
             raise WorkerFailed("killed before its first checkpoint")
-    if config.layout.num_nodes > 1:
-        with _guest(config, splits, folder):
-            summary = run_in_workers(_work, config, splits, folder)
-    else:
-        summary = launch(_work, config, splits, folder, layout=config.layout)
+    summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
     parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
     with np.load(folder / FILE) as found:
         for key in found:
@@ -139,27 +139,50 @@ def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     return train(config, splits, folder)
 
 
-@contextmanager
-def _guest(config: Config, splits: Splits, folder: Path) -> Iterator[None]:
-    """The second machine's part of a run over two, in a fork of this process: they share this host, and nothing else of
-    a run's. This process keeps the run."""
-    assert config.rdzv_endpoint is not None
-    meet(config.rdzv_endpoint)  # before the fork, which then finds somebody there
-    other = multiprocessing.get_context("fork").Process(target=_take_part, args=(config, splits, folder / "guest"))
-    other.start()
+def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = launch(_work, config, splits, folder, layout=config.layout)
+    return summary
+
+
+def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    """As `_launch`, in forks of this process which find in the environment that they are ranks."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with bound(LOOPBACK) as free:
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=_be_rank, args=(rank, port, sender, config, splits, folder))
+        for rank in range(config.layout.world_size)
+    ]
+    for each in ranks:
+        each.start()
+    sender.close()
     try:
-        yield
-    finally:
-        other.join()
+        answer: dict[str, Any] | Exception = receiver.recv()
+    except EOFError:
+        answer = WorkerFailed("rank 0 ended without an answer")
+    for each in ranks:
+        each.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
-def _take_part(config: Config, splits: Splits, folder: Path) -> None:
-    assert config.rdzv_endpoint is not None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the machine that keeps the run says how it ended
-    folder.mkdir()
-    meet(config.rdzv_endpoint, again=True)  # what it has from the other one is that one's place
-    with suppress(Refusal, WorkerFailed):
-        run_in_workers(_work, config, splits, folder)
+def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: Splits, folder: Path) -> None:
+    """What one of an engine's processes does: rank zero sends the summary, or why there is none."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the answer says how it ended
+    place = {"RANK": rank, "WORLD_SIZE": config.layout.world_size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+    export(**{name: str(value) for name, value in place.items()})
+    answer: dict[str, Any] | Exception
+    try:
+        answer = _launch(config, splits, folder)
+        leave_group()
+    except (Refusal, WorkerFailed) as error:
+        answer = error
+    except Exception as error:
+        answer = WorkerFailed(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        sender.send(answer)
 
 
 def counted(items: Sequence[T], what: str) -> Iterator[T]:

@@ -56,7 +56,8 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         return _together(folder, given, flags), str(checkpoint), checkpoint.stat().st_mtime
 
     saved, checkpoint = _newest_of_ranks(found)
-    return [*saved, *_at_home(Path(checkpoint)), *flags]
+    together = {key(override): override for override in [*saved, *given]}  # this machine's own `outputs` among them
+    return [*together.values(), *_at_home(Path(checkpoint)), *flags]
 
 
 def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple[list[str], str]:
