@@ -17,6 +17,7 @@ from conftest import composed
 from PIL import Image
 from torch import Tensor, nn
 
+from lockstep.arithmetic.layout import Refusal
 from lockstep.loading import Splits
 from lockstep.run.build import make_module
 from lockstep.run.checks import ROOT, options

@@ -114,7 +114,9 @@ def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
         open_data({"_target_": f"{__name__}.Pictures"}, "nowhere")
     assert "docs/own.md" in one_line(error)
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
-    with pytest.raises(Refusal, match=r"must return a lockstep\.loading\.Source or a LightningDataModule, not Fraction: docs/own\.md"):
+    with pytest.raises(
+        Refusal, match=r"must return a lockstep\.loading\.Source or a LightningDataModule, not Fraction: docs/own\.md"
+    ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
     with pytest.raises(Refusal) as error:

@@ -61,7 +61,7 @@ def test_it_goes_on_where_another_layout_stopped(tmp_path: Path) -> None:
     one = Program(tmp_path / "one")(*TASK, *keep, *ONE).summary
     program = Program(tmp_path / "chain")
     run = program(*TASK, *keep, *ONE, "max_steps=2")
-    for layout in (("strategy=pipeline", "devices=3", "max_steps=4"), ("strategy=ddp", "devices=2", "max_steps=null")):
+    for layout in (("strategy=pipeline", "devices=3", "max_steps=4"), ("strategy=ddp", "devices=2", "max_epochs=2")):
         run = program(f"resume={run.folder}", *layout)
     assert run.summary["weights_sha256"] == one["weights_sha256"]
     mean = run.summary["metrics"]["train/loss"]  # of an epoch of which the stages made the first step

@@ -74,12 +74,12 @@ def join_external() -> None:
     read them. torchrun's own store remembers the ranks of a group that died, and a restarted gloo group that meets it
     hangs in about half of the trials. So rank zero opens a fresh one, and publishes its port through torchrun's.
     """
+    if external_workers() <= 1:
+        return
     import torch
     import torch.distributed as dist
     from torch.distributed import TCPStore
 
-    if external_workers() <= 1:
-        return
     if dist.is_initialized():
         if LAUNCHER not in os.environ:  # the group is older than this run
             hosts = [""] * dist.get_world_size()
