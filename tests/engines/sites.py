@@ -129,7 +129,7 @@ def ended_well(name: str, sites: Sequence[Site], one_device: Run, output: str) -
     for key in ("test/correct", "test/count"):
         assert summary["metrics"][key] == one_device.summary["metrics"][key], key
     logs = [file.read_text() for site in sites for file in site.outputs.glob(f"{name}/*/train.log")]
-    line = f"test (best.ckpt, step {summary['steps']})"
+    line = f"test (best.ckpt by val/acc, step {summary['steps']})"
     assert sum(log.count(line) for log in logs) == 1
     assert output.count(line) == 1, output
     return summary

@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (package openmpi-bin)"),
 ]
-# It kills what has not ended so many seconds after SIGTERM; its own default is one second.
-PATIENT = ("--mca", "odls_base_sigkill_timeout", "30")
+# Seconds that it waits before SIGTERM, and again before SIGKILL; its own default is one second.
+PATIENT = ("--mca", "odls_base_sigkill_timeout", "5")
 
 
 def mpirun(count: int) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ def test_machines_come_and_go(several: Several, one_device: Run) -> None:
     first.wait_for_checkpoint("elastic", processes[0])
     several.kill(2)
     first.wait_for_checkpoint("elastic", processes[0])
-    several.finish(processes)[2:]
+    several.sites[2].finish(processes[2])
     processes[2] = several.start(2, *task, nodes="1:3")
     several.sites[2].wait_for_checkpoint("elastic", processes[2])
     several.machines.link(1, up=False)
