@@ -20,10 +20,12 @@ def run(config: dict[str, list[str]]) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="lockstep_ray_") as folder:  # short: Ray's sockets are in it
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder)
-        TorchTrainer(
-            run,
-            train_loop_config={"overrides": sys.argv[1:]},
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(storage_path=folder),
-        ).fit()
-        ray.shutdown()
+        try:
+            TorchTrainer(
+                run,
+                train_loop_config={"overrides": sys.argv[1:]},
+                scaling_config=ScalingConfig(num_workers=2),
+                run_config=RunConfig(storage_path=folder),
+            ).fit()
+        finally:
+            ray.shutdown()  # before its folder goes: its processes write there

@@ -21,7 +21,7 @@ pytestmark = [
 
 def start(site: Site, *overrides: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(site.home / "src"), str(FOLDER)])
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_enable_metrics_collection": "0"}
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "HOME": str(site.home)}  # Ray keeps a token there
     program = ROOT / "tests" / "engines" / "ray_program.py"
     return site.start("python", str(program), *overrides, env={"PYTHONPATH": path, **quiet})
 
