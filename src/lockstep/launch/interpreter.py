@@ -7,6 +7,7 @@ collecting while torch and Lightning are imported, 4.2 when the process then end
 
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 from contextlib import suppress
@@ -38,6 +39,8 @@ def leave(code: int) -> NoReturn:
     worker of torchrun's leaves the others first, unless it failed: they would lose it before its reason is told."""
     if external_workers() and not code:
         leave_group()
+    for child in multiprocessing.active_children():  # of a launcher's pool (joblib), which would wait for more jobs
+        child.terminate()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # whoever read it is gone, or it is closed

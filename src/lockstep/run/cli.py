@@ -51,7 +51,8 @@ def command(job: Job, config_name: str) -> NoReturn:
     terminated.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
-    export(**{STARTED: str(began)})
+    path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
+    export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
     import_quickly()
     code, said = run(job, config_name)
     if code == 0:
