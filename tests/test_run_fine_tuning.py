@@ -59,7 +59,11 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
     assert said.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
     more = "parameters more are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
     assert len(re.findall(rf"^epoch 2: \d+ {more}$", said, re.MULTILINE)) == 1
-    assert re.search(r"^model fast_cnn \| [\d,]+ parameters: [\d,]+ trained, [\d,]+ frozen$", said, re.MULTILINE)
+    assert re.search(
+        r"^model fast_cnn \| [\d,]+ parameters: [\d,]+ trained, [\d,]+ frozen, [\d,]+ newly initialised$",
+        said,
+        re.MULTILINE,
+    )
 
     before = checkpoint_of(place / "base", "best")["state_dict"]
     now = checkpoint_of(runs["one"].folder)

@@ -88,9 +88,9 @@ class Unfreeze(BaseFinetuning):
             raise Refusal(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
         trainer: Any = pl_module.trainer
         last, length, steps = max(self.epochs.values()), trainer.max_epochs, trainer.max_steps
-        if last >= length:
-            raise Refusal(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
         before = last * trainer.datamodule.order.steps_per_epoch
+        if last >= length and not 0 <= steps <= before:  # one that max_steps ends is a trial: a warning is enough
+            raise Refusal(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
         if 0 <= steps <= before:
             LOG.warning(
                 "callbacks.unfreeze.epoch=%d: begins after step %d, and max_steps=%d ends before", last, before, steps
