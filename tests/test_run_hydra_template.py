@@ -11,9 +11,9 @@ from conftest import Program, checkpoint_of, summary_of
 from own_runs import go_on, same_bits
 
 from lockstep.arithmetic.layout import Refusal
+from lockstep.callbacks.first_page import learning_rates
 from lockstep.loading.datasets import fetch
 from lockstep.run.opening import open_data
-from lockstep.run.optimizers import learning_rates
 
 MODEL = """
 name: templated

@@ -68,10 +68,16 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
     return made
 
 
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
+    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
+
+
 def peak_lr(optimizers: Sequence[Optimizer]) -> str:
     """The learning rates that the optimizers' schedules rise to, `lr 0.01` or `lr 0.01 to 0.05`, for people."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    peaks = {float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups}
+    peaks = set(learning_rates(optimizers))
     return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
 

@@ -78,11 +78,6 @@ def _began(pid: int) -> int:
     return 0
 
 
-def is_rank_zero() -> bool:
-    """Whether this process writes the run's folder."""
-    return environment().rank == 0
-
-
 def ranks_with_folder(folder: Path) -> list[int]:
     """Return the ranks that write in the run's folder: rank zero, and one of each machine that does not see rank zero's
     folder, which keeps copies of its checkpoints. All ranks call it.

@@ -176,13 +176,6 @@ def refuse_unused(config: Config) -> None:
         )
 
 
-def learning_rates(optimizers: Iterable[torch.optim.Optimizer]) -> list[float]:
-    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
-    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
-
-
 class OptimizerCheck(pl.Callback):
     """Refuses, before the first step, a module without an optimizer or with several, and keys that none follows."""
 
