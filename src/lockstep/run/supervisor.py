@@ -107,8 +107,11 @@ def _with_devices(config: Config, devices: int) -> Config:
 def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any], error: BaseException) -> None:
     """Writes the summary of a run whose workers could not, or names the root cause in the one that they wrote; `before`
     is that of the run which this one goes on with."""
+    rank = environment().rank
+    if rank and isinstance(error, Interrupted):  # rank zero ends with it too, and two must not write one file at once
+        return
     if isinstance(error, WorkerFailed) and error.victim:
-        time.sleep(VICTIM_SECONDS)
+        time.sleep(VICTIM_SECONDS + rank / 4)  # the first rank of those that are left
         if (written := summary_of(folder)) != before and written.get("status") == "failed":
             return  # the rank that was lost has written why
     if isinstance(error, KeyboardInterrupt):  # before the workers, or after them
