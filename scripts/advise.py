@@ -28,15 +28,15 @@ from common import machine
 from common.showing import markdown
 from network.link import Link
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config.check import Config, check
+from lockstep.config.checks import Positive, checker
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import Positive, checker
-from lockstep.run.config import Config, check
-from lockstep.run.opening import open_data
 from lockstep.run.summary import write_summary
 from lockstep.run.training import train
 
@@ -73,7 +73,7 @@ def advise(raw: dict[str, Any], folder: Path) -> None:
     seconds, link = checker(Positive)("seconds", raw.pop("seconds")), raw.pop("link")
     links = {} if link is None else scaling.links(link, raw["outputs"])
     if external_workers() or raw["num_nodes"] != 1:
-        raise Refusal("advise measures one machine, without torchrun")
+        raise UserError("advise measures one machine, without torchrun")
     facts = machine.facts()
     print("\n".join(facts), flush=True)
     config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
@@ -97,7 +97,7 @@ def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
         try:
             found = measure(choice, raw, splits, folder, steps)
             choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
-        except (Refusal, WorkerFailed) as error:
+        except (UserError, WorkerFailed) as error:
             choice.failed = str(error)
     choices.sort(key=lambda choice: choice.seconds or math.inf)
     several = [each for each in choices if each.strategy == "ddp" and each.accumulate_grad_batches > 1 and each.seconds]
@@ -197,11 +197,11 @@ def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> st
     """Which layout, how much it gains, and the shares of devices that differ.
 
     Raises:
-        Refusal: no layout could be run.
+        UserError: no layout could be run.
     """
     best = choices[0]
     if best.seconds is None:
-        raise Refusal(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
+        raise UserError(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
     said = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
     alone = [choice.seconds for choice in choices if choice.devices == 1 and choice.seconds]
     if best.devices > 1 and alone:

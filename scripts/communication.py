@@ -31,14 +31,14 @@ from network.link import Cost, Link, bits_per_second
 from network.machines import Machines, NoMachines
 from torch.utils.data import default_collate
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
+from lockstep.config.check import Config, check
+from lockstep.config.checks import whole
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.build import make_module
-from lockstep.run.checks import whole
-from lockstep.run.config import Config, check
-from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
 
 WORKER = Path(__file__).parent / "network" / "summing.py"
@@ -64,18 +64,18 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
     if rate is not None:
         bits_per_second("rate", rate)
     if external_workers() or raw["num_nodes"] != 1:
-        raise Refusal("communication.py measures on one machine: num_nodes=1, and no torchrun")
+        raise UserError("communication.py measures on one machine: num_nodes=1, and no torchrun")
     config = check(raw | {"strategy": {"name": "ddp"}, "batch_size": raw["devices"] * raw["batch_size"]})
     workers = config.layout.devices
     if workers < 2:
-        raise Refusal("devices: 2 or more workers, of which all numbers up to it are tried")
+        raise UserError("devices: 2 or more workers, of which all numbers up to it are tried")
     with ExitStack() as stack:
         machines = None
         if rate is not None:
             try:
                 machines = stack.enter_context(Machines(workers))
             except NoMachines as error:
-                raise Refusal(f"rate={rate}: links can't be limited here: {error}") from None
+                raise UserError(f"rate={rate}: links can't be limited here: {error}") from None
         place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         size = gradients(config, place)
         checks = run("check", place, workers, rounds, machines)

@@ -27,7 +27,8 @@ from common.showing import markdown
 from comparison import pair
 from comparison.runs import Group, Lines, Run, against, brief, find_runs, grouped, is_run, same_steps
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.errors import UserError
+from lockstep.text import plural
 
 CAPTION = (
     "mean over seeds, +- their standard deviation; efficiency: samples/s of a device against the fastest run on one; "
@@ -48,7 +49,7 @@ def main() -> int:
             print(pair.report(*given.runs))
         else:
             compare(given.runs, given.by, given.to)
-    except Refusal as refusal:
+    except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -61,7 +62,7 @@ def compare(folders: Sequence[Path], key: str | None, to: Path | None) -> None:
     """Prints and writes the table, the best first, and draws.
 
     Raises:
-        Refusal: there is nothing to compare.
+        UserError: there is nothing to compare.
     """
     groups = sorted(grouped(runs := find_runs(folders)), key=result, reverse=True)
     lines = against(groups, key) if key else {}
@@ -134,7 +135,7 @@ def shown(column: str, value: Any) -> str:
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:
     """What is not in the numbers, and why."""
     left_out = runs - sum(len(group.runs) for group in groups)
-    said = [f"left out: {counted(left_out, 'folder')} of what trained nothing"] if left_out else []
+    said = [f"left out: {plural(left_out, 'folder')} of what trained nothing"] if left_out else []
     for group in groups:
         for run in group.runs:
             if not run.completed:

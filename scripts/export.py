@@ -21,11 +21,11 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config.checks import checker
+from lockstep.data import Spec
+from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.loading import Spec
 from lockstep.run import cli
-from lockstep.run.checks import checker
 from lockstep.run.prediction import as_splits, config_and_spec, load_module
 
 TOLERANCE = 1e-5  # of a probability
@@ -59,15 +59,15 @@ def export(raw: dict[str, Any], folder: Path) -> None:
     form = checker(Literal["torch", "onnx"])("format", raw.pop("format"))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None] if form == "onnx" else []
     if missing:
-        raise Refusal(f"format=onnx needs {' and '.join(missing)}: pip install -e .[export]; format=torch does not")
+        raise UserError(f"format=onnx needs {' and '.join(missing)}: pip install -e .[export]; format=torch does not")
     fixed = {"accelerator": "cpu", "devices": 1, "batch_size": 1, "precision": "32-true", "memory_format": "contiguous"}
     for key, value in fixed.items():
         if key in raw:
-            raise Refusal(f"{key}: an export computes with {key}={value}; leave it out")
+            raise UserError(f"{key}: an export computes with {key}={value}; leave it out")
     config, spec = config_and_spec({**raw, **fixed})
     module = load_module(config, as_splits(spec, range(1))).float()
     if changes(module, spec):
-        raise Refusal(
+        raise UserError(
             f"model._target_={config.model['_target_']}: a file would leave out what its on_after_batch_transfer does "
             "in evaluation, which belongs in forward"
         )

@@ -43,18 +43,19 @@ from trials.judging import Distances, Row, allowed, distances, explain, judge, p
 from trials.record import YARDSTICKS, roundoff
 from trials.trial import Outcome, Trial, counted, run, shorten
 
-from lockstep.arithmetic.layout import Layout, Refusal, split
-from lockstep.arithmetic.layout import counted as quantity
+from lockstep.arithmetic.layout import Layout, split
+from lockstep.config.check import Config, check
+from lockstep.config.checks import Flag, checker, whole
+from lockstep.config.familiar import unknown
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
-from lockstep.loading import Splits
 from lockstep.run import cli
-from lockstep.run.checks import Flag, checker, whole
-from lockstep.run.config import Config, check
-from lockstep.run.familiar import unknown
-from lockstep.run.opening import open_data
 from lockstep.run.summary import versions, write_summary
+from lockstep.text import plural
 
 OWN = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py has not
 CONTROLS = {
@@ -84,7 +85,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     rows = chosen(raw.pop("features"), raw.pop("rows"))
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
     if rows and steps < features.STEPS:
-        raise Refusal(f"steps={steps}: a run that is killed in the middle of an epoch needs {features.STEPS}")
+        raise UserError(f"steps={steps}: a run that is killed in the middle of an epoch needs {features.STEPS}")
     if rows:
 
         def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
@@ -112,7 +113,7 @@ def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
     wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
     for name in wanted:
         if name not in rows:
-            raise Refusal(f"features={name}: {unknown(str(name), rows)}")
+            raise UserError(f"features={name}: {unknown(str(name), rows)}")
     return {name: rows[name] for name in wanted}
 
 
@@ -120,13 +121,13 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     """The config, checked, and its data with so few samples to test.
 
     Raises:
-        Refusal: nothing can be compared.
+        UserError: nothing can be compared.
     """
     if raw["num_nodes"] != 1 or external_workers():
-        raise Refusal("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
+        raise UserError("parity.py starts many layouts on one machine: num_nodes=1, and no torchrun")
     config = check(raw)
     if config.layout.pieces < 2:
-        raise Refusal("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
+        raise UserError("pieces=1: there is nothing to share out; give devices, accumulate_grad_batches or pieces")
     splits = open_data(config.data, config.data_dir, config.seed)
     if splits.test is not None:
         splits = replace(splits, test=Subset(splits.test, range(min(test_samples, len(splits.test)))))
@@ -207,13 +208,13 @@ def compare(
             layout, arithmetic = tried.layout, (tried.layout.exact, tried.late)
             names = trial.name or title(layout), each(layout)
             found = run(trial, raw, steps, splits, folder / f"{number:02d}")
-        except (Refusal, WorkerFailed) as error:
+        except (UserError, WorkerFailed) as error:
             if tolerance is None:
                 raise
             # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
             # nor is every network one in a row
             refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] == "pipeline"
-            passed = isinstance(error, Refusal) if refusable else kind == "control" and "not finite" in str(error)
+            passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
         default = found if kind == "late" else first.get((False, config.late), found)
@@ -263,7 +264,7 @@ def can_run(raw: dict[str, Any]) -> bool:
     """Whether a config is not refused: gradients can't be late with a loss scaler, say."""
     try:
         check(raw)
-    except Refusal:
+    except UserError:
         return False
     return True
 
@@ -300,7 +301,7 @@ def title(layout: Layout) -> str:
     """A layout's name in the table."""
     if layout.strategy == "pipeline":
         return f"pipeline, {layout.devices} stages"
-    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {quantity(layout.devices, 'device')}"
+    return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {plural(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:

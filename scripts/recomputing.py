@@ -13,16 +13,16 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
+from lockstep.config.check import Config, check
+from lockstep.config.targets import must_be_named
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.launch.agent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.loading import Splits
-from lockstep.run.config import Config, check
 from lockstep.run.ledger import NAME, STATE, config_sha256, deciding, parsed, read
-from lockstep.run.opening import open_data
-from lockstep.run.targets import must_be_named
 from lockstep.run.training import train
 from lockstep.step.loop import validates
 
@@ -75,11 +75,11 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     """What a ledger says of a run, to be computed on the layout of `raw`, the config of this command.
 
     Raises:
-        Refusal: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
+        UserError: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
     """
     told = about.get("config")
     if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
-        raise Refusal(f"{path}: what it says of the run is no config")
+        raise UserError(f"{path}: what it says of the run is no config")
     for group in GROUPS:
         must_be_named(path, group, told.get(group), raw.get(group))
     before = about.get("data_dir")
@@ -100,7 +100,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
         own = told["strategy"]
         layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
-        raise Refusal(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
+        raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
     return Life(about, config)
 
 

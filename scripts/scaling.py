@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from common.showing import markdown
 from network.link import Link
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.config import Config
+from lockstep.config.check import Config
+from lockstep.errors import UserError
 
 MOST = 10_000  # machines on paper
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, torch's defaults
@@ -55,7 +55,9 @@ def links(given: Any, outputs: str) -> dict[str, Link]:
         if name == "newest":
             results = sorted(Path(outputs).glob("*/*/communication.json"), key=lambda path: path.stat().st_mtime)
             if not results:
-                raise Refusal(f"link=newest: no */*/communication.json in {outputs}; scripts/communication.py makes it")
+                raise UserError(
+                    f"link=newest: no */*/communication.json in {outputs}; scripts/communication.py makes it"
+                )
             found[str(results[-1].parent)] = Link.measured(results[-1])
         elif Path(str(name)).exists():
             found[str(name)] = Link.measured(Path(str(name)))
@@ -75,7 +77,7 @@ def predict(
 ) -> list[Several]:
     """The steps on all numbers of machines; `measure` takes the samples of one."""
     if compression not in ON_THE_WIRE:
-        raise Refusal(f"link: what strategy.compression={compression} sends is not known beforehand")
+        raise UserError(f"link: what strategy.compression={compression} sends is not known beforehand")
     batch, rows = config.layout.batch_size, []
     for count in numbers(config):
         one = measure(batch // count)
@@ -166,7 +168,7 @@ def main(seconds: str, megabytes: str, *names: str) -> int:
             for way in ("ring", "halving and doubling"):
                 half, best, gain, two, busy = eaten(float(seconds), int(1e6 * float(megabytes)), link, way)
                 rows.append((name, way, half or "", best, f"{gain:.1f}", f"{two:.2f}", f"{busy:.1%}"))
-    except Refusal as refusal:
+    except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     columns = ["link", "way", "sends longer than it computes, from", "fastest on", "times one machine", "2 machines"]

@@ -33,13 +33,13 @@ except ImportError:
     print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
     sys.exit(2)
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.atomic import replacing
+from lockstep.config.arguments import quoted
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
+from lockstep.files import replacing
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
-from lockstep.run.arguments import quoted
-from lockstep.run.checks import ROOT
 from lockstep.run.summary import conclude
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
@@ -124,7 +124,7 @@ def distribution(override: Override) -> Any:
             return kind(min(values), max(values), step=abs(value.step))
         return distributions.CategoricalDistribution(values)
     except ValueError as error:
-        raise Refusal(f"{override.input_line}: {error}") from error
+        raise UserError(f"{override.input_line}: {error}") from error
 
 
 def _number(text: str) -> Any:
@@ -206,14 +206,14 @@ def main(arguments: list[str]) -> int:
     """Searches; returns the exit code: 0, or 1 where no trial was completed."""
     own = OWN | {key: value for key, _, value in (each.partition("=") for each in arguments) if key in OWN}
     if not own["trials"].isdecimal() or own["mode"] not in ("max", "min"):
-        raise Refusal(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
+        raise UserError(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
     flags = [each for each in arguments if each.startswith("-")]
     given = [each for each in arguments if each not in flags and each.partition("=")[0] not in OWN]
     parsed = OverridesParser.create().parse_overrides(given)
     fixed = [override for override in parsed if not override.is_sweep_override()]
     space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
     if not space:
-        raise Refusal("nothing to search; give 'lr=tag(log,interval(0.001,0.3))', say")
+        raise UserError("nothing to search; give 'lr=tag(log,interval(0.001,0.3))', say")
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path(own["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> int:
         progress.ended(job, summary)
         refused += summary.get("refused", False)
         if refused == FIRST and not progress.best:
-            raise Refusal(f"the first {FIRST} trials were refused: {summary['error']}")
+            raise UserError(f"the first {FIRST} trials were refused: {summary['error']}")
     if all(trial.value is None for trial in search.ended()):
         print("error: no trial was completed", file=sys.stderr)
         return 1
@@ -251,7 +251,7 @@ if __name__ == "__main__":
     import_quickly()
     try:
         code = main(sys.argv[1:])
-    except (Refusal, HydraException) as error:
+    except (UserError, HydraException) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         code = 2
     except Interrupted as interrupted:

@@ -26,16 +26,17 @@ import torch
 from pydantic import Field
 from recomputing import Life, first_difference, life, recompute
 
-from lockstep.arithmetic.layout import Refusal, listed
-from lockstep.callbacks import checkpoint_io
-from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.callbacks.kept import steps_kept
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.compatible import differences
+from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.retention import steps_kept
+from lockstep.config.checks import Whole, as_text, checker, show
+from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
-from lockstep.run.checks import Whole, as_text, checker, show
-from lockstep.run.continuation import differences
 from lockstep.run.ledger import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
 from lockstep.run.provenance import code_sha256, git_info, versions
+from lockstep.text import join_names
 
 Line = dict[str, Any]
 HASHES = {"weights_sha256": "weights", "optimizer_sha256": "optimizer"}
@@ -58,7 +59,7 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
 
     Raises:
         Different: naming the first step that is not what the ledger says.
-        Refusal: there is no ledger, or nothing to start from.
+        UserError: there is no ledger, or nothing to start from.
     """
     try:
         look(raw, folder)
@@ -73,11 +74,11 @@ def look(raw: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)  # this process forks
     wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
     if raw["num_nodes"] != 1 or external_workers():
-        raise Refusal("verify.py computes on one machine: num_nodes=1, and no torchrun")
+        raise UserError("verify.py computes on one machine: num_nodes=1, and no torchrun")
     run = Path(str(as_text(raw.pop("run")))).expanduser()
     path = run / NAME
     if not path.is_file():
-        raise Refusal(f"run={run}: it has no {NAME}; a run keeps one from its start with ledger=true")
+        raise UserError(f"run={run}: it has no {NAME}; a run keeps one from its start with ledger=true")
     lines = chained(path)
     lives = lives_of(lines, raw, path)
     for line, part in zip(lines[1:], lives[1:], strict=True):
@@ -110,7 +111,7 @@ def chained(path: Path) -> list[Line]:
     """The lines of a ledger, each of which follows from the one before.
 
     Raises:
-        Different: one does not; Refusal: there is none.
+        Different: one does not; UserError: there is none.
     """
     texts = read(path)
     if path.stat().st_size > sum(len(text) + 1 for text in texts):
@@ -129,7 +130,7 @@ def chained(path: Path) -> list[Line]:
             raise Different(f"{path}: step {line['step']} does not go on from step {before['step']}")
         lines.append({**line, "text": text})
     if len(lines) < 2:
-        raise Refusal(f"{path}: no step is recorded yet; a line is written with each checkpoint: checkpoint_every")
+        raise UserError(f"{path}: no step is recorded yet; a line is written with each checkpoint: checkpoint_every")
     return lines
 
 
@@ -170,7 +171,7 @@ def changes(before: Life, now: Life) -> str:
             parts += differences(one, other)
         elif one != other:
             parts.append(f"another {name}")
-    return shown(listed(parts))
+    return shown(join_names(parts))
 
 
 def other_here(about: Mapping[str, Any]) -> list[str]:
@@ -209,7 +210,7 @@ def choose(
     """The steps up to which is computed: those named; or some at random, of those that have a start right before them.
 
     Raises:
-        Refusal: one is not in the ledger, or there is nothing to start from.
+        UserError: one is not in the ledger, or there is nothing to start from.
     """
     computed = {line["step"]: line["since"] for line in lines[1:] if line["step"] > line["since"]}
     if isinstance(wanted, int):
@@ -220,9 +221,9 @@ def choose(
     for step in chosen:
         if step not in computed:
             near = sorted(sorted(computed, key=lambda found: abs(found - step))[:3])
-            raise Refusal(f"steps={show(wanted)}: the ledger has no line at {step}; near it are {listed(near)}")
+            raise UserError(f"steps={show(wanted)}: the ledger has no line at {step}; near it are {join_names(near)}")
     if not chosen or not all(any(start < step for start in starts) for step in chosen):
-        raise Refusal(
+        raise UserError(
             f"run={run}: no checkpoint to start from; a run keeps them with checkpoint_keep=-1 (all) or a number"
         )
     return chosen
@@ -235,12 +236,12 @@ def compare(
     ends with the first.
 
     Raises:
-        Refusal: the run went on otherwise in between.
+        UserError: the run went on otherwise in between.
     """
     first = max(number for number, line in enumerate(lines) if line["step"] == start)
     within = [line for line in lines[first + 1 :] if line["step"] <= step]
     if len({line["config_sha256"] for line in within}) > 1:
-        raise Refusal(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
+        raise UserError(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
     try:
         check_kept(starts[start], lines[first])
         found = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
@@ -277,7 +278,7 @@ def conclude(lines: Sequence[Line], lives: Sequence[Life], spans: Sequence[tuple
     layout, last = lives[-1].config.layout, lines[-1]["step"]
     where = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
     again = len({step for start, end in spans for step in range(start, end)})
-    named = listed((f"{start} to {end}" for start, end in spans), 8)
+    named = join_names((f"{start} to {end}" for start, end in spans), 8)
     print(
         f"proven: steps {named} ({again} of {last}), computed again ({layout.accelerator}, {where}), have the recorded "
         f"bits of weights and optimizer; all {last} steps have the seed's samples; {len(lines)} lines are one chain, "

@@ -27,8 +27,8 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))
 from network.link import bits_per_second
 from network.machines import Machines, NoMachines
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import ROOT
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
 from lockstep.run.summary import summary_of
 
 MIB = 1 << 20
@@ -85,7 +85,7 @@ def main() -> int:
                     with tempfile.TemporaryDirectory() as folder:
                         run(way, everywhere, options, machines, Path(folder))
                 print(*(way.row(rate or "this machine", ways[0]) for way in ways), sep="\n", flush=True)
-    except (NoMachines, Refusal, RuntimeError) as error:
+    except (NoMachines, UserError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
     return 0

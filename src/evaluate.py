@@ -11,9 +11,9 @@ from lockstep.run import cli
 
 def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     """One evaluation: find the checkpoint, open its data, launch the workers, which test."""
+    from lockstep.data.build import open_data
     from lockstep.run.evaluation import config_of, must_match, recorded, with_tested
     from lockstep.run.evaluation import evaluate as work
-    from lockstep.run.opening import open_data
     from lockstep.run.supervisor import run_in_workers
 
     split = raw.pop("split")

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config.checks import whole
+from lockstep.errors import UserError
 from lockstep.launch.own_thread import in_own_thread
 from lockstep.run import cli
-from lockstep.run.checks import whole
 
 
 def predict(raw: dict[str, Any], folder: Path) -> Any:
@@ -22,7 +22,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(raw)
     if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
-        raise Refusal(f"top_k={top_k}: the model knows {spec.num_classes} classes")
+        raise UserError(f"top_k={top_k}: the model knows {spec.num_classes} classes")
     splits = as_splits(spec, open_images(images, config, spec))
     return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
 
@@ -30,7 +30,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
 @in_own_thread  # it calls user code, and the parent forks
 def open_images(images: Any, config: Any, spec: Any) -> Any:
     """The images to be predicted, after the transforms of evaluation."""
-    from lockstep.run.opening import as_evaluated
+    from lockstep.data.build import as_evaluated
     from project.data import ImageFiles
 
     return as_evaluated(ImageFiles(images, spec.image_size, spec.channels), config.data, spec)

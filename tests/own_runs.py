@@ -8,7 +8,7 @@ from conftest import Program, Run, checkpoint_of
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
 
 DATA = {"samples": 90, "image_size": 12, "num_classes": 3, "val_fraction": 0.1}
 TASK = (

@@ -12,9 +12,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from lockstep.callbacks import Checkpoint, checkpoint_io
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO
-from lockstep.step.strategies.single import SingleDevice
+from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.io import AtomicCheckpointIO
+from lockstep.strategies.base import SingleDevice
 
 STEPS, SIZE = 6, 4
 PATHS = ":".join([str(Path(__file__).parent), *filter(None, sys.path)])  # for programs of their own

@@ -10,9 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lockstep.arithmetic.layout import Layout, Refusal, resolve
-from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
-from lockstep.loading.augment import Augment
+from lockstep.arithmetic.layout import Layout, resolve
+from lockstep.data import ArrayDataset, DataModule, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 
 
@@ -64,6 +65,6 @@ def config(name: str, **changes: Any) -> dict[str, Any]:
     return {**OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
 
 
-def one_line(error: pytest.ExceptionInfo[Refusal]) -> str:
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     assert "\n" not in str(error.value)
     return str(error.value)

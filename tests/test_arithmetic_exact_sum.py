@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.arithmetic.exact import CHUNK, HEAD, Damaged, ExactSum, alone
+from lockstep.arithmetic.exact_sum import CHUNK, HEAD, Damaged, ExactSum, alone
 from lockstep.arithmetic.layout import MOST_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]

@@ -8,8 +8,9 @@ import lightning.pytorch as pl
 import pytest
 from plain import STEPS, Loader, Plain, loaders, step_of, trainer_with
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import Checkpoint, checkpoint_io
+from lockstep.callbacks import Checkpoint
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,9 +65,9 @@ def test_the_best_are_weights_that_were_validated(tmp_path: Path) -> None:
 
 def test_a_monitor_that_nothing_logs_is_refused_with_what_is_logged(tmp_path: Path) -> None:
     callback = Checkpoint(tmp_path, monitor="val/accuracy")
-    with pytest.raises(Refusal, match=r"val/accuracy: nothing logs it; logged: .*val/acc, val/loss"):
+    with pytest.raises(UserError, match=r"val/accuracy: nothing logs it; logged: .*val/acc, val/loss"):
         trainer_with(tmp_path, callback).fit(Plain(), **loaders())
-    with pytest.raises(Refusal, match="must be max or min"):
+    with pytest.raises(UserError, match="must be max or min"):
         Checkpoint(tmp_path, mode="best")
 
 

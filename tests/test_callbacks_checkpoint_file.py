@@ -12,9 +12,9 @@ import torchvision
 from conftest import forked
 from plain import PATHS
 
-from lockstep.callbacks import checkpoint_io
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, CheckpointError
-from lockstep.launch import atomic
+from lockstep import files as atomic
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.io import AtomicCheckpointIO, CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,7 +108,7 @@ KILLS = """
 import os, sys, time; sys.path[:0] = sys.argv[1].split(':')
 import torch
 import torchvision
-from lockstep.callbacks import checkpoint_io
+from lockstep.checkpoint import io as checkpoint_io
 torch.set_num_threads(1)
 content = {'pytorch-lightning_version': '2', 'state_dict': {'w': torch.zeros(500_000)}}
 for delay in (0.02, 0.05, 0.1):

@@ -16,8 +16,8 @@ from conftest import of_torchrun, wait_for
 from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import Console, Dashboard, Meter
+from lockstep.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,7 +161,7 @@ def test_a_curve_that_the_module_draws_itself_is_left_to_it(tmp_path: Path) -> N
 
 
 def test_the_dashboard_needs_a_meter(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"callbacks\.meter"):
+    with pytest.raises(UserError, match=r"callbacks\.meter"):
         trainer_with(tmp_path, Dashboard(CONFIG, "")).fit(Plain(), **loaders())
 
 
@@ -172,7 +172,7 @@ import sys; sys.path[:0] = sys.argv[1].split(':')
 import logging, pathlib, time
 import plain as t
 from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter
-from lockstep.step.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import DistributedDataParallel
 class Apart(t.Counting):  # the ranks disagree in everything
     def training_step(self, batch, batch_idx):
         time.sleep(0.06 if self.global_rank == 1 else 0)

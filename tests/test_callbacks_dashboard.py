@@ -29,8 +29,8 @@ from torch.utils.tensorboard.summary import hparams as torch_hparams
 from lockstep.arithmetic.layout import resolve
 from lockstep.callbacks import Pictures
 from lockstep.callbacks.pictures import Mistakes
-from lockstep.loading import DataModule, Spec
-from lockstep.run.opening import open_data
+from lockstep.data import DataModule, Spec
+from lockstep.data.build import open_data
 
 KINDS = ("scalars", "images", "tensors")
 

@@ -11,7 +11,7 @@ from conftest import ROOT, Program, checkpoint_of, summary_of, template
 from sklearn.metrics import f1_score
 from torch.nn.functional import cross_entropy
 
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
 from project.models import MnistCNN
 
 pytestmark = pytest.mark.slow

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.arithmetic.layout import resolve
+from lockstep.config.check import check
+from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.run.api import compose
 from lockstep.run.supervisor import run_in_workers
 from lockstep.run.sweeps import Job, Slot, run_jobs
 
@@ -42,7 +43,7 @@ class Torn(Dataset[int]):
 
 
 def refused_in_a_loader() -> None:
-    list(DataLoader(Torn(Refusal("x.jpg can't be decoded")), num_workers=1))
+    list(DataLoader(Torn(UserError("x.jpg can't be decoded")), num_workers=1))
 
 
 def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_failure_tells_where_in_the_users_code(tmp_path: Path) -> None:
         f"rank 0 failed: OSError: cannot identify ({at}:{last} in __getitem__; traceback in train.log)"
     )
     assert f"line {last}, in __getitem__" in (tmp_path / "train.log").read_text()
-    with pytest.raises(Refusal, match=r"^x\.jpg can't be decoded$"):
+    with pytest.raises(UserError, match=r"^x\.jpg can't be decoded$"):
         launch(refused_in_a_loader, layout=ALONE)
 
 
@@ -102,7 +103,7 @@ def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
     four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
-    with pytest.raises(Refusal, match=r"2 workers exist, the layout needs 4: leave devices and num_nodes out"):
+    with pytest.raises(UserError, match=r"2 workers exist, the layout needs 4: leave devices and num_nodes out"):
         launch(print, layout=four)
 
 
@@ -114,6 +115,6 @@ def test_workers_of_others_are_started_again_by_them(
     environment.cache_clear()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Refusal, match=rf"^{asked}: who started these workers starts them again"):
+    with pytest.raises(UserError, match=rf"^{asked}: who started these workers starts them again"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())

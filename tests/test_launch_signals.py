@@ -11,10 +11,10 @@ import pytest
 from conftest import forked, summary_of
 
 from lockstep.callbacks import preemption
+from lockstep.config.check import check
 from lockstep.launch.signals import forwarding
 from lockstep.run import supervisor as runs
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.run.api import compose
 
 SAVE = """
 import os, signal, sys

@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_data import arrays, layout, module, splits, step_batches
 
-from lockstep.loading.augment import Augment
+from lockstep.data.augment import Augment
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -15,10 +15,11 @@ from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset, TensorDataset
 from torchvision.datasets import FakeData
 
-from lockstep.arithmetic.layout import Layout, Refusal
-from lockstep.loading import DataModule
-from lockstep.loading.datasets import fetch, labels_of
-from lockstep.loading.loaders import own_chunks
+from lockstep.arithmetic.layout import Layout
+from lockstep.data import DataModule
+from lockstep.data.datasets import fetch, labels_of
+from lockstep.data.loaders import own_chunks
+from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 
 # --- fetching ---------------------------------------------------------------------------------------------------------
@@ -36,12 +37,12 @@ def test_labels_come_without_the_samples_also_of_subsets() -> None:
     dataset, ids = arrays(50), np.array([3, 49, 0, 3])
     assert labels_of(Subset(dataset, ids)).tolist() == [3, 49, 0, 3]  # type: ignore[arg-type]
     of_torchvision = FakeData(size=20)
-    with pytest.raises(Refusal, match="a FakeData can't say its labels; give it an attribute labels or targets"):
+    with pytest.raises(UserError, match="a FakeData can't say its labels; give it an attribute labels or targets"):
         labels_of(of_torchvision)
     of_torchvision.targets = list(range(20))  # as most of torchvision's have them
     assert labels_of(of_torchvision).tolist() == list(range(20))
     of_torchvision.targets = [0.5] * 20
-    with pytest.raises(Refusal, match="a whole number for each sample"):
+    with pytest.raises(UserError, match="a whole number for each sample"):
         labels_of(of_torchvision)
 
 

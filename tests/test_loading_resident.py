@@ -11,11 +11,12 @@ import torch
 from small_data import arrays, layout, module, splits, step_batches
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.layout import Layout, Refusal
-from lockstep.loading import ArrayDataset, DataModule, Splits
-from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import base
-from lockstep.loading.resident import PART, Resident, place
+from lockstep.arithmetic.layout import Layout
+from lockstep.data import ArrayDataset, DataModule, Splits
+from lockstep.data.augment import Augment
+from lockstep.data.datasets import base
+from lockstep.data.on_device import PART, Resident, place
+from lockstep.errors import UserError
 
 CPU = torch.device("cpu")
 PLENTY = 1e9
@@ -98,10 +99,10 @@ def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
     found = place(splits(held), CPU, "auto", PLENTY)
     assert base(found.train) is train
     assert isinstance(found.test, Resident)
-    with pytest.raises(Refusal, match=r"resident=true: no set of this data is in memory.*resident=auto"):
+    with pytest.raises(UserError, match=r"resident=true: no set of this data is in memory.*resident=auto"):
         place(splits(train, evaluated=train), CPU, True, PLENTY)
 
 
 def test_true_does_not_overrule_the_memory() -> None:
-    with pytest.raises(Refusal, match=r"resident=true: the sets take 0 MiB, and cpu has 0 free; resident=auto"):
+    with pytest.raises(UserError, match=r"resident=true: the sets take 0 MiB, and cpu has 0 free; resident=auto"):
         place(splits(arrays(40), evaluated=arrays(40)), CPU, True, 2 * SIZE - 1)

@@ -15,13 +15,13 @@ from small_data import arrays, config, layout, module, one_line, splits, step_ba
 from torch.utils.data import TensorDataset
 from torchvision.transforms import v2
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
-from lockstep.loading import Source, Spec
-from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import fetch, labels_of
-from lockstep.loading.transforms import Transformed
-from lockstep.run.opening import open_data
+from lockstep.data import Source, Spec
+from lockstep.data.augment import Augment
+from lockstep.data.build import open_data
+from lockstep.data.datasets import fetch, labels_of
+from lockstep.data.transforms import Transformed
+from lockstep.errors import UserError
 from lockstep.run.training import first_batch
 
 V2 = "torchvision.transforms.v2"
@@ -121,7 +121,7 @@ TRANSFORMS: list[tuple[list[Any], list[Any], str]] = [
 
 @pytest.mark.parametrize(("train", "evaluation", "says"), TRANSFORMS)
 def test_transforms_that_are_refused(train: list[Any], evaluation: list[Any], says: str) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         synthetic(transforms={"train": train, "eval": evaluation})
     assert one_line(error).startswith("data.transforms")
     assert says in one_line(error), one_line(error)
@@ -173,7 +173,7 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
     ],
 )
 def test_an_own_source_that_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         opened(**changes)
     assert says in one_line(error)
 

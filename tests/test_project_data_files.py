@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from small_data import config, one_line
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from project.data import files as file_sets
 from project.data import mnist
 
@@ -66,7 +66,7 @@ def test_idx_files_are_read_plain_and_gzipped(mnist_dir: Path) -> None:
 def test_damaged_idx_files_are_refused_by_name(mnist_dir: Path, name: str, damage: Any, words: list[str]) -> None:
     file = mnist_dir / "MNIST" / "raw" / name
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         mnist(str(mnist_dir))
     assert all(word in one_line(error) for word in [name, *words])
 
@@ -103,11 +103,11 @@ def test_absent_files_are_downloaded(mnist_dir: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(("name", "file"), [("mnist", "MNIST"), ("fashion_mnist", "Fashion"), ("cifar10", "cifar")])
 def test_absent_files_offline(name: str, file: str, tmp_path: Path, mnist_dir: Path) -> None:
     empty = tmp_path / "empty"
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         open_data(config(name), str(empty))
     assert all(word in one_line(error) for word in [f"{name}: no files in {empty / file}", "offline", "data=digits"])
     assert list(empty.iterdir()) == []
-    with pytest.raises(Refusal, match="can't hold a download"):
+    with pytest.raises(UserError, match="can't hold a download"):
         open_data(config(name), str(tmp_path / "no" / "such" / "folder"))
 
 
@@ -116,5 +116,5 @@ def test_cifar10_opens_no_file_whose_digest_is_wrong(mnist_dir: Path) -> None:
     folder.mkdir()
     for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]:
         (folder / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # a pickle that would run a command
-    with pytest.raises(Refusal, match=r"data_batch_1: damaged \(its MD5"):
+    with pytest.raises(UserError, match=r"data_batch_1: damaged \(its MD5"):
         file_sets.cifar10(str(mnist_dir))

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from small_data import config, one_line
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import fetch
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
+from lockstep.data.datasets import fetch
+from lockstep.errors import UserError
 from project.data import ImageFiles, image_folder, image_list
 from project.data.folders import class_folders
 from project.data.labelled import decode, split
@@ -97,7 +97,7 @@ def test_transforms_get_files_whole(tmp_path: Path) -> None:
     plain = open_data(config("image_folder", image_size=8), str(tmp_path))
     assert torch.equal(fetch(found.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
     flip = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}
-    with pytest.raises(Refusal, match="one size for all comes from RandomResizedCrop"):
+    with pytest.raises(UserError, match="one size for all comes from RandomResizedCrop"):
         open_data(config("image_folder", transforms={"train": [flip]}), str(tmp_path))
 
 
@@ -162,7 +162,7 @@ def spoil(root: Path, how: str) -> None:
 )
 def test_image_folders_that_are_refused(tmp_path: Path, how: str, words: list[str]) -> None:
     spoil(write_images(tmp_path), how)
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         image_folder(str(tmp_path))
     assert all(word in one_line(error) for word in words), one_line(error)
 
@@ -181,7 +181,7 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         rows = [f"{file.relative_to(folder)},{file.parent.name}" for file in sorted(folder.rglob("*.png"))]
         (folder / "list.csv").write_text("\n".join(["path,label", *rows]))
     for name, listed in (("image_folder", {}), ("image_list", {"csv": str(tmp_path / "broken" / "list.csv")})):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(UserError) as error:
             open_data(config(name, **listed), str(tmp_path / "broken"))
         said = one_line(error)
         assert "6 of 80 image files" in said
@@ -193,7 +193,7 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         assert found.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint
     for file in (tmp_path / "broken" / "train" / "cat").iterdir():
         file.write_bytes(b"")
-    with pytest.raises(Refusal, match=r"no image in .*train/cat can be decoded"):
+    with pytest.raises(UserError, match=r"no image in .*train/cat can be decoded"):
         open_data(config("image_folder", skip_broken=True), str(tmp_path / "broken"))
 
 
@@ -205,7 +205,7 @@ def test_moments_are_imagenets_or_given(tmp_path: Path) -> None:
 
 
 def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"data_dir=.*nowhere is no folder"):
+    with pytest.raises(UserError, match=r"data_dir=.*nowhere is no folder"):
         image_folder(str(tmp_path / "nowhere"))
 
 
@@ -213,7 +213,7 @@ def test_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     dataset = class_folders(write_images(tmp_path) / "train", 8, 3)[0]
     whole = dataset.path(4).read_bytes()
     dataset.path(4).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(Refusal, match=r"cat/4\.png can't be decoded"):
+    with pytest.raises(UserError, match=r"cat/4\.png can't be decoded"):
         dataset[4]
 
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 from small_data import config, one_line
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 
 
 def write_list(folder: Path, head: str, rows: list[str], coding: str = "utf-8") -> Path:
@@ -75,7 +75,7 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
 )
 def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:
     file = write_list(tmp_path, head, ["images/0.png,a", "images/1.png,a", row])
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         opened(file)
     assert says in one_line(error), one_line(error)
     assert str(file) in one_line(error)
@@ -83,9 +83,9 @@ def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) 
 
 def test_a_list_that_is_missing_is_refused(tmp_path: Path) -> None:
     for file, says in ((None, "data.csv must be given"), (tmp_path / "x.csv", "x.csv: can't be read (No such file")):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(UserError) as error:
             opened(file)
         assert says in one_line(error)
     (tmp_path / "empty.csv").touch()
-    with pytest.raises(Refusal, match="its columns are none"):
+    with pytest.raises(UserError, match="its columns are none"):
         opened(tmp_path / "empty.csv")

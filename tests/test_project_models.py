@@ -11,10 +11,10 @@ from small_models import fast_cnn, mnist_cnn, resnet9, resnet18
 from torch import nn
 
 import project.models
+from lockstep.config.check import check
+from lockstep.data.build import open_data
+from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
 
 
 @pytest.mark.parametrize(("channels", "image_size", "num_classes"), [(1, 28, 10), (3, 32, 100), (1, 19, 2), (4, 35, 3)])

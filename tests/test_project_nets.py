@@ -9,7 +9,7 @@ import torch
 from conftest import TINY, Program, summary_of
 from small_models import task
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from project.models import Timm, Torchvision
 
 
@@ -109,7 +109,7 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(ValueError, match=r"^pretrained=true: no usable weights .*model.weights takes a file") as other:
         timm(pretrained=True, arch="test_vit", image_size=32)
     assert "\n" not in str(one.value) + str(other.value)
-    with pytest.raises(Refusal, match=r"^model.weights=.*none.pth: no such file"):
+    with pytest.raises(UserError, match=r"^model.weights=.*none.pth: no such file"):
         torchvision(weights=str(tmp_path / "none.pth"))
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.arithmetic.layout import Layout, Refusal, resolve, split
+from lockstep.arithmetic.layout import Layout, resolve, split
+from lockstep.errors import UserError
 
 counts = st.integers(1, 12)
 
@@ -55,7 +56,7 @@ def test_pieces_and_accumulation_follow_from_each_other() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], message: str) -> None:
-    with pytest.raises(Refusal, match=message):
+    with pytest.raises(UserError, match=message):
         make(**options)
 
 
@@ -63,7 +64,7 @@ def test_what_does_not_fit_is_refused_with_what_does(options: dict[str, int], me
 def test_the_sizes_that_a_refusal_names_do_fit(batch: int, pieces: int) -> None:
     try:
         make(batch_size=batch, pieces=pieces)
-    except Refusal as refusal:
+    except UserError as refusal:
         words = str(refusal).replace(",", " ").replace(";", " ").split()
         named = [
             int(word) for word in " ".join(words).split(": ", 1)[1].replace("batch_size=", "").split() if word.isdigit()

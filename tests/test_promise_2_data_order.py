@@ -9,8 +9,8 @@ from small_data import arrays
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder, hash64
-from lockstep.loading.augment import Augment
-from lockstep.loading.loaders import StepDataset
+from lockstep.data.augment import Augment
+from lockstep.data.loaders import StepDataset
 
 sizes = st.integers(1, 200)
 

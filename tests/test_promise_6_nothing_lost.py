@@ -20,13 +20,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from plain import scalars
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint import resume
+from lockstep.checkpoint.compatible import differences
+from lockstep.checkpoint.resume import overrides
+from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run import resume
-from lockstep.run.continuation import differences
-from lockstep.run.library import compose
-from lockstep.run.resume import overrides
-from lockstep.run.resume import sweep_overrides as arguments
+from lockstep.run.api import compose
 
 # Whatever has a state between steps: dropout, augmentation, momentum, a schedule, a tail that pieces don't divide.
 AUGMENT = "data.augment={crop: 1, flip: true, fill: zero}"
@@ -193,7 +193,7 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
 
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(Refusal, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+    with pytest.raises(UserError, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
         overrides(["resume=last"], program)
     assert overrides(["resume=null"], program) == ["resume=null"]
 
@@ -367,7 +367,7 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monk
     os.utime(runs[2] / "checkpoints" / "last.ckpt", (2000, 2000))
     assert meant() == runs[2]
     assert meant("data=digits") == runs[0]
-    with pytest.raises(Refusal, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
+    with pytest.raises(UserError, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
         meant("data=mnist")
     for variable, value in {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(variable, value)

@@ -22,10 +22,10 @@ from conftest import (
     workers_of,
 )
 
+from lockstep.config.check import check
+from lockstep.data.build import open_data
 from lockstep.run import supervisor as runs
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
+from lockstep.run.api import compose
 from lockstep.run.training import train
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")

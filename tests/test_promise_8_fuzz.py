@@ -15,12 +15,12 @@ import torch
 from conftest import composed
 from PIL import Image
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import checkpoint_io
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.config.arguments import keyed
+from lockstep.config.check import Config, check
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.run import cli
-from lockstep.run.arguments import keyed
-from lockstep.run.config import Config, check
-from lockstep.run.opening import open_data
 from project.data.files import read_idx
 from project.data.folders import class_folders
 
@@ -31,7 +31,7 @@ def accepted(read: Callable[[], Any]) -> bool:
     """Whether `read` came to a result; a refusal is one line that says something. Other exceptions go through."""
     try:
         read()
-    except Refusal as refusal:
+    except UserError as refusal:
         text = cli.line(refusal)
         assert len(text) > 10, text
         assert text.isprintable(), text

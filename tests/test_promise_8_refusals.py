@@ -9,15 +9,15 @@ import pytest
 from conftest import Program, Run, composed
 from hydra.core.global_hydra import GlobalHydra
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.checkpoint.io import CheckpointError
+from lockstep.config import check as config
+from lockstep.config.arguments import keyed
+from lockstep.config.check import Config, check
+from lockstep.config.checks import ROOT
+from lockstep.data import Spec
+from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.loading import Spec
-from lockstep.run import config
-from lockstep.run.arguments import keyed
-from lockstep.run.checks import ROOT
 from lockstep.run.cli import BAD_INPUT, line
-from lockstep.run.config import Config, check
 from lockstep.run.evaluation import config_of, find_checkpoint, must_match
 
 
@@ -172,7 +172,7 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
 )
 def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
     keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(UserError, match=says):
         keyed([*chosen, argument])
 
 
@@ -184,7 +184,7 @@ def test_every_number_of_the_front_page_is_checked() -> None:
     assert len(numbers) > 12
     for key in numbers:
         for bad in ([1, 2], float("nan"), "much"):
-            with pytest.raises(Refusal, match=f"^{key}="):
+            with pytest.raises(UserError, match=f"^{key}="):
                 check(raw | {key: bad})
 
 
@@ -399,7 +399,7 @@ def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path)
         (True, f"checkpoint=true: {no_text}"),
         (["a"], rf"checkpoint=\['a'\]: {no_text}"),
     ):
-        with pytest.raises((Refusal, CheckpointError), match=says):
+        with pytest.raises((UserError, CheckpointError), match=says):
             find_checkpoint({"checkpoint": value, "outputs": str(tmp_path)})
     run = run_evaluate("checkpoint=5", ok=False)  # a file's name
     assert (run.returncode, run.folders) == (2, []), str(run)
@@ -446,7 +446,7 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
 def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
     asked = composed("checkpoint=best.ckpt", f"+{key}=0", page="evaluate")
-    with pytest.raises(Refusal, match=f"^{key.partition('.')[0]}: the checkpoint decides it.*leave it out"):
+    with pytest.raises(UserError, match=f"^{key.partition('.')[0]}: the checkpoint decides it.*leave it out"):
         config_of(Path("best.ckpt"), {"config": composed()}, asked)
 
 
@@ -462,7 +462,7 @@ def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
         ({"classes": many}, "only the data set has c0, c1, c2, c3, c4 and 2 more, only best.ckpt has cat, dog"),
         ({"classes": ("dog", "cat")}, "data: other classes than in training: their order is another"),
     ):
-        with pytest.raises(Refusal, match=re.escape(says)):
+        with pytest.raises(UserError, match=re.escape(says)):
             must_match(path, record, replace(spec, **changes))
 
 

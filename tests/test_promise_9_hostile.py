@@ -14,9 +14,9 @@ import torch
 from conftest import composed, forked
 from PIL import Image
 
-from lockstep.callbacks import checkpoint_io
-from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.launch.atomic import replacing
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.io import CheckpointError
+from lockstep.files import replacing
 from lockstep.run.evaluation import spec_of
 
 BYTES = 40  # of the tensor in the file

@@ -10,14 +10,14 @@ import pytest
 import torch
 from conftest import Program, composed, summary_of
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import checkpoint_io
-from lockstep.run import instantiate as making
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.config import instantiate as making
+from lockstep.errors import UserError
 from lockstep.run.evaluation import config_of
 
 NAMES = (
     *("os.system", "builtins.exec", "subprocess.Popen", "pickle.loads", "shutil.rmtree", "torch.hub.load"),
-    *("torch.load", "torch.nn.Linear", "lockstep.launch.atomic.same_file", "lockstep.run.instantiate.instantiate"),
+    *("torch.load", "torch.nn.Linear", "lockstep.files.same_file", "lockstep.config.instantiate.instantiate"),
 )
 
 
@@ -52,7 +52,7 @@ def test_nothing_that_a_checkpoint_names_is_imported_or_called(monkeypatch: pyte
         }.items():
             group = place.partition(".")[0]
             with pytest.raises(
-                Refusal, match=rf"^evil.ckpt: its {group}\..* is {re.escape(name)}, which no file of conf"
+                UserError, match=rf"^evil.ckpt: its {group}\..* is {re.escape(name)}, which no file of conf"
             ):
                 config_of(Path("evil.ckpt"), {"config": put(trained, place, value)}, raw)
 
@@ -64,7 +64,7 @@ def test_what_the_local_config_names_is_taken() -> None:
     assert config_of(Path("last.ckpt"), {"config": trained}, raw).model == trained["model"]
     other = put(trained, "model._target_", "project.data.synthetic")
     with pytest.raises(
-        Refusal, match=r"its model._target_ is project.data.synthetic, which no file of conf/model names"
+        UserError, match=r"its model._target_ is project.data.synthetic, which no file of conf/model names"
     ):
         config_of(Path("last.ckpt"), {"config": other}, raw)
     own = put(trained, "model._target_", "torch.nn.Linear")
@@ -84,14 +84,14 @@ def test_what_the_local_config_names_is_taken() -> None:
     ids=["none", "a list", "a part", "a number", "another list"],
 )
 def test_a_config_inside_a_checkpoint_that_is_none_is_refused(config: Any, says: str) -> None:
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(UserError, match=says):
         config_of(Path("evil.ckpt"), {"config": config}, composed("checkpoint=evil.ckpt", page="evaluate"))
 
 
 @pytest.mark.parametrize(
     ("group", "evil"),
     [
-        ("data", {"_target_": "lockstep.launch.atomic.same_file", "source": "source", "path": "sentinel"}),
+        ("data", {"_target_": "lockstep.files.same_file", "source": "source", "path": "sentinel"}),
         ("model", {"_target_": "project.models.MnistCNN", "dropout": {"_target_": "os.unlink", "path": "sentinel"}}),
     ],
     ids=["ours", "the system's, nested"],

@@ -9,9 +9,9 @@ from conftest import Program
 from small_data import config
 from test_project_image_folder import write_images
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.run.evaluation import with_tested
-from lockstep.run.opening import open_data
 
 
 def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
     assert tested("others", "val") == (2, "tested: 2 of 20 images, split=val")
     assert tested("others", given=False)[0] == 2  # images were added to those of the training
     assert tested("parts")[0] == 12
-    with pytest.raises(Refusal, match="split=tests: must be train, val, test or all"):
+    with pytest.raises(UserError, match="split=tests: must be train, val, test or all"):
         tested("here", "tests")
 
 

@@ -14,13 +14,13 @@ import torch
 from conftest import NORMS, ROOT, Program, Run, checkpoint_of, of_torchrun, summary_of
 from small_models import fast_cnn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run import weights
+from lockstep.checkpoint import weights
+from lockstep.config.check import check
+from lockstep.config.checks import matching
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.checks import matching
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -187,9 +187,9 @@ def test_every_schedule_moves_each_group_by_its_factor(schedule: tuple[str, ...]
 
 
 def test_factors_that_name_nothing_are_refused() -> None:
-    with pytest.raises(Refusal, match=r"^optimizer.lr_scale: net.fc.\* matches no parameter's name; there is net"):
+    with pytest.raises(UserError, match=r"^optimizer.lr_scale: net.fc.\* matches no parameter's name; there is net"):
         offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()
-    with pytest.raises(Refusal, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
+    with pytest.raises(UserError, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
         offered("optimizer.lr_scale={net.conv1.*: 0}")
 
 
@@ -236,7 +236,9 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     model.net.logits.requires_grad_(False)
     weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"], ["net.log*"])  # which trains later
     weights.refuse_frozen("init_from=x", model, begun.fresh, [])  # frozen by its own code
-    with pytest.raises(Refusal, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"):
+    with pytest.raises(
+        UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"
+    ):
         weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"])
 
 
@@ -255,7 +257,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         ("missing.pth", "no such file"),
         ("", "best.ckpt: no such file"),
     ]:
-        with pytest.raises(Refusal, match=says) as caught:
+        with pytest.raises(UserError, match=says) as caught:
             weights.begin("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)

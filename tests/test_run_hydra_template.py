@@ -10,10 +10,10 @@ import torch
 from conftest import Program, checkpoint_of, summary_of
 from own_runs import go_on, same_bits
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.first_page import learning_rates
-from lockstep.loading.datasets import fetch
-from lockstep.run.opening import open_data
+from lockstep.data.build import open_data
+from lockstep.data.datasets import fetch
+from lockstep.errors import UserError
 
 MODEL = """
 name: templated
@@ -103,7 +103,9 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     batch = fetch(opened("DictData").train, np.arange(4))
     assert batch["x"].shape == (4, 1, 12, 12)
     monkeypatch.setattr(mine.TemplatedData, "num_classes", None)
-    with pytest.raises(Refusal, match="how many classes there are is unknown: give TemplatedData an attribute num_cl"):
+    with pytest.raises(
+        UserError, match="how many classes there are is unknown: give TemplatedData an attribute num_cl"
+    ):
         opened("TemplatedData")
 
 
@@ -117,7 +119,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_what_a_data_module_may_not_do_is_refused(name: str, says: str) -> None:
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(UserError, match=says):
         opened(name)
 
 

@@ -17,15 +17,15 @@ from conftest import composed
 from PIL import Image
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading import Splits
+from lockstep.config.check import Config, check
+from lockstep.config.checks import ROOT, options
+from lockstep.config.instantiate import instantiate
+from lockstep.config.schema import Kept, Keys
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
 from lockstep.run.build import make_module
-from lockstep.run.checks import ROOT, options
-from lockstep.run.config import Config, check
-from lockstep.run.instantiate import instantiate
-from lockstep.run.opening import open_data
 from lockstep.run.optimizers import optimization
-from lockstep.run.schema import Kept, Keys
 
 GROUPS = ("model", "optimizer", "scheduler", "callbacks", "data")
 DATA = ("data=synthetic", "data.samples=60", "data.image_size=40", "batch_size=4", "accelerator=cpu")
@@ -217,7 +217,7 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
             of_both = [(each.layout, each.step_lr, each.worker_threads) for each in (before, after)]
             read = of_both[0] != of_both[1]
     if key == "num_nodes":  # which the engine decides that starts workers on machines
-        with pytest.raises(Refusal, match="num_nodes=2: on several machines an engine starts the workers"):
+        with pytest.raises(UserError, match="num_nodes=2: on several machines an engine starts the workers"):
             check(composed("num_nodes=2"))
         return
     assert read or key == "accelerator", f"nobody reads {key}"

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Program, composed, summary_of
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config import check as config
+from lockstep.config.check import check
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run import config
-from lockstep.run.config import check
 from lockstep.run.length import Length, length_of
 
 SAMPLES = 640  # ten steps an epoch
@@ -62,5 +62,7 @@ def test_all_devices(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
 
 
 def test_a_choice_of_devices_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"devices=\[0, 1\]: must be a number of devices, or auto.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        UserError, match=r"devices=\[0, 1\]: must be a number of devices, or auto.*CUDA_VISIBLE_DEVICES"
+    ):
         check(composed("devices=[0,1]"))

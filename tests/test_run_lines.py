@@ -18,10 +18,10 @@ from small_models import fast_cnn
 from torch import nn
 
 from lockstep.callbacks.first_page import peak_lr
+from lockstep.config.check import check
+from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
-from lockstep.loading import ArrayDataset, Spec, Splits
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.run.api import compose
 from lockstep.run.lines import WIDTH, at_chance, data_counts, start_lines
 from project import schedules
 

@@ -14,8 +14,8 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.config import check
+from lockstep.config.check import check
+from lockstep.errors import UserError
 from lockstep.run.loggers import make_loggers, title
 
 Record: Any = vars(wandb_internal_pb2)["Record"]  # made when it is imported
@@ -99,7 +99,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(monkeypatch: 
     there = importlib.util.find_spec
     check(composed("logger=[wandb,mlflow]"))  # the control
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else there(name))
-    with pytest.raises(Refusal, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
+    with pytest.raises(UserError, match=r"WandbLogger: needs wandb: pip install -e .\[wandb\]$"):
         check(composed("logger=[csv,wandb]"))
 
 
@@ -107,7 +107,7 @@ def test_a_damaged_list_of_trackers_is_refused(tmp_path: Path) -> None:
     config = check(composed("logger=csv"))
     assert make_loggers(config, tmp_path, 0)  # the control
     (tmp_path / "loggers.json").write_text('{"title": "lr=')
-    with pytest.raises(Refusal, match=r"loggers.json: damaged; without it trackers begin a run of their own$"):
+    with pytest.raises(UserError, match=r"loggers.json: damaged; without it trackers begin a run of their own$"):
         make_loggers(config, tmp_path, 0)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import Program, apart
 
-from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.arithmetic.layout import resolve
+from lockstep.errors import UserError
 from lockstep.step.memory import advice, out_of_memory
 
 TASK = (
@@ -76,6 +77,6 @@ def test_what_an_error_says_of_memory() -> None:
     finest = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=2)
     assert str(advice(error.value, step, finest)).endswith("2 pieces of 1 sample; the batch_size can't be cut finer")
     assert advice(RuntimeError("shapes cannot be multiplied"), step, layout) is None
-    refusal = Refusal("step 12")
+    refusal = UserError("step 12")
     refusal.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert out_of_memory(refusal)

@@ -9,14 +9,14 @@ import pytest
 from PIL import Image
 from small_data import arrays, config, one_line
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, load
-from lockstep.loading import Source, Spec
-from lockstep.loading.datasets import fetch, fingerprint
-from lockstep.run.config import check
+from lockstep.checkpoint.io import AtomicCheckpointIO, load
+from lockstep.config.check import check
+from lockstep.data import Source, Spec
+from lockstep.data.build import hold_out, open_data
+from lockstep.data.datasets import fetch, fingerprint
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 from lockstep.run.evaluation import evaluate
-from lockstep.run.library import compose
-from lockstep.run.opening import hold_out, open_data
 
 
 def test_digits_split_is_stratified_and_fixed() -> None:
@@ -43,10 +43,10 @@ def test_held_out_samples_are_those_of_smallest_hash() -> None:
 
 def test_a_source_may_have_no_test_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source(arrays(20), None, Spec(1, 6, ("a", "b")))
-    monkeypatch.setattr("lockstep.run.opening.instantiate", lambda *args, **offers: source)
+    monkeypatch.setattr("lockstep.data.build.instantiate", lambda *args, **offers: source)
     found = open_data({"_target_": "mine.stripes"}, "nowhere")
     assert (len(found.train), len(found.val), found.test) == (18, 2, None)
-    with pytest.raises(Refusal, match="data=digits: its Source has no test set"):
+    with pytest.raises(UserError, match="data=digits: its Source has no test set"):
         evaluate(check(dict(compose("data=digits"))), found, tmp_path)
 
 
@@ -93,7 +93,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
     ],
 )
 def test_options_out_of_range_are_refused(name: str, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         open_data(config(name, **changes), "nowhere")
     assert says in one_line(error), one_line(error)
 
@@ -110,16 +110,16 @@ def of_pictures() -> Source:
 
 
 def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         open_data({"_target_": f"{__name__}.Pictures"}, "nowhere")
     assert "docs/own.md" in one_line(error)
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
     with pytest.raises(
-        Refusal, match=r"must return a lockstep\.loading\.Source or a LightningDataModule, not Fraction: docs/own\.md"
+        UserError, match=r"must return a lockstep\.loading\.Source or a LightningDataModule, not Fraction: docs/own\.md"
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(UserError) as error:
         fetch(pictures.train, np.arange(2))
     assert "an item of Pictures is (PIL.Image, int): must be (image, label), the image a uint8" in one_line(error)
 

@@ -10,9 +10,9 @@ from conftest import TINY, Program, Run, apart, summary_of
 from small_models import resnet18
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.config.check import check
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 from lockstep.run.optimizers import optimization
 from project import schedules
 
@@ -93,7 +93,9 @@ def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[st
 
 def test_two_learning_rates_are_refused() -> None:
     both = dict(compose("optimizer.lr=0.1", "lr=0.2"))
-    with pytest.raises(Refusal, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too, and decides: give lr=\.\.\. alone$"):
+    with pytest.raises(
+        UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too, and decides: give lr=\.\.\. alone$"
+    ):
         check(both, given=["optimizer.lr", "lr"])
 
 
@@ -116,15 +118,15 @@ def test_two_learning_rates_are_refused() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
-    with pytest.raises(Refusal, match=says) as caught:
+    with pytest.raises(UserError, match=says) as caught:
         offered(*overrides)
     assert "\n" not in str(caught.value)
 
 
 def test_a_schedule_of_a_metric_names_it() -> None:
-    with pytest.raises(Refusal, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
         offered("scheduler=plateau", "~scheduler.monitor")
-    with pytest.raises(Refusal, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
+    with pytest.raises(UserError, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
         offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step")
     for late, says in (
         (
@@ -133,7 +135,7 @@ def test_a_schedule_of_a_metric_names_it() -> None:
         ),
         (["val_every=12"], "interval=epoch: val/loss .* every 10 steps, and is known every 12 only; give val_every=10"),
     ):
-        with pytest.raises(Refusal, match=f"^scheduler.{says}$"):
+        with pytest.raises(UserError, match=f"^scheduler.{says}$"):
             offered("scheduler=plateau", *late)
     offered("scheduler=plateau", "scheduler.interval=step", "val_every=5", "+scheduler.frequency=5")  # the controls
     offered("scheduler=plateau", "val_every=5")

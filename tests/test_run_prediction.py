@@ -16,9 +16,9 @@ from conftest import Program, Run, composed
 from PIL import Image, ImageOps
 
 import evaluate
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import checkpoint_io
-from lockstep.loading import Spec
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.data import Spec
+from lockstep.errors import UserError
 from lockstep.run import prediction
 from project.data import ImageFiles
 from project.models import MnistCNN
@@ -139,7 +139,7 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
         ("gone.png", "no such file or folder"),
     ):
         (tmp_path / "list.csv").write_text("gone.png\n")
-        with pytest.raises(Refusal, match=said):
+        with pytest.raises(UserError, match=said):
             ImageFiles([str(folder), str(tmp_path / given)], SIZE, 3)
 
 
@@ -187,7 +187,7 @@ def test_an_evaluation_on_other_classes_is_refused(trained: Run, tmp_path: Path)
         (tmp_path / part / CLASSES[1]).rename(tmp_path / part / "Red ones")
     raw = composed(f"checkpoint={trained.folder}", f"data_dir={tmp_path}", page="evaluate")
     best = trained.folder / "checkpoints" / "best.ckpt"
-    with pytest.raises(Refusal, match=f"only the data set has Red ones, only {best} has red ones"):
+    with pytest.raises(UserError, match=f"only the data set has Red ones, only {best} has red ones"):
         evaluate.evaluate(raw, tmp_path / "run")
 
 
@@ -199,7 +199,7 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
     monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", changed)
     in_evaluation = True
-    with pytest.raises(Refusal, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
+    with pytest.raises(UserError, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
         export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
     assert not list(tmp_path.iterdir())
     in_evaluation = False  # the control: it changes batches in training only
@@ -208,19 +208,19 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
 def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
     raw = composed(f"checkpoint={trained.folder}", "+precision=bf16-mixed", page="export")
-    with pytest.raises(Refusal, match="precision: an export computes with precision=32-true; leave it out"):
+    with pytest.raises(UserError, match="precision: an export computes with precision=32-true; leave it out"):
         export.export(raw, tmp_path)
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     for folder, said in ((tmp_path / "nowhere", "no such file or folder"), (tmp_path, "no image in it; known: .jpg")):
-        with pytest.raises(Refusal, match=re.escape(f"images={folder}: {said}")):
+        with pytest.raises(UserError, match=re.escape(f"images={folder}: {said}")):
             ImageFiles(folder, SIZE, 3)
     for name in ("a.png", "b.gif"):
         (tmp_path / name).write_bytes(b"cut")
-    with pytest.raises(Refusal, match=r"images=.*: a.png can't be decoded, and no other"):
+    with pytest.raises(UserError, match=r"images=.*: a.png can't be decoded, and no other"):
         ImageFiles(tmp_path, SIZE, 3)
-    with pytest.raises(Refusal, match="1 or 3 channels, the model was trained on 4"):
+    with pytest.raises(UserError, match="1 or 3 channels, the model was trained on 4"):
         ImageFiles(tmp_path, SIZE, 4)
 
 

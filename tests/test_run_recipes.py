@@ -5,8 +5,8 @@ import json
 import pytest
 from conftest import Program, composed
 
-from lockstep.run.checks import options
-from lockstep.run.config import Config, check
+from lockstep.config.check import Config, check
+from lockstep.config.checks import options
 
 EXPERIMENTS = options("experiment")
 DEBUGS = options("debug")
@@ -22,7 +22,7 @@ def checked(*overrides: str) -> Config:
 def test_a_recipe_passes_the_checks_and_a_debug_mode_goes_on_top(
     experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.run.config.computes_bf16", lambda accelerator: False)
+    monkeypatch.setattr("lockstep.config.check.computes_bf16", lambda accelerator: False)
     config = checked(f"experiment={experiment}")
     assert config.record != checked().record
     assert config.precision == "32-true", "no recipe emulates bf16"

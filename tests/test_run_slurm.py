@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Program, Run, checkpoint_of, composed, free_port, summary_of, wait_for
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config import check as config
+from lockstep.errors import UserError
 from lockstep.launch import environment as told
-from lockstep.run import config, slurm
+from lockstep.launch import slurm
 
 JOB = (*TINY, "data.samples=256", "batch_size=8", "checkpoint_every=4", "logger=none")
 LONG = (*JOB, "max_epochs=14")
@@ -109,7 +110,7 @@ def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: p
         return told.environment().own_gpu, told.environment().own_cores
 
     assert told_by() == (False, False)
-    with pytest.raises(Refusal, match="devices=2: this machine has 1 GPU"):
+    with pytest.raises(UserError, match="devices=2: this machine has 1 GPU"):
         config.check(asked)
     assert told_by(SLURM_GPUS_PER_TASK="1", SLURM_CPUS_PER_TASK="4") == (True, True)
     assert config.check(asked).layout.accelerator == "gpu"

@@ -8,9 +8,9 @@ import pytest
 from advise import Choice, conclusion
 from conftest import ROOT, Program
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.config.check import check
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")
 
@@ -47,5 +47,5 @@ def test_shares_are_named_where_devices_differ() -> None:
     named: dict[str, Any] = {"name": "ddp", "shares": [1.5, 1]}
     assert check(compose("devices=2", "pieces=16") | {"strategy": named}).layout.shares == (1.5, 1)
     assert "shares" not in conclusion([two, one], config, [1.1, 1.0])
-    with pytest.raises(Refusal, match="no layout of this machine can run it: it broke"):
+    with pytest.raises(UserError, match="no layout of this machine can run it: it broke"):
         conclusion([Choice("single", 1, 1, 64, failed="it broke")], config, [])

@@ -15,13 +15,13 @@ from gpu_day import Trial
 from parts import steps
 from parts.players import OPPONENTS
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config import check as config
+from lockstep.config.check import check
+from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.run import config
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.run.api import compose
 from lockstep.run.training import check_sizes
-from lockstep.step.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.ddp import DistributedDataParallel
 
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
@@ -30,7 +30,7 @@ TINY = replace(
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    monkeypatch.setattr("lockstep.run.config.lacking", lambda accelerator: None)  # a compiler, say
+    monkeypatch.setattr("lockstep.config.check.lacking", lambda accelerator: None)  # a compiler, say
     for case in steps.GPU_CASES:
         for options in steps.OURS.values():
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
@@ -76,7 +76,7 @@ def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) ->
                 check(
                     compose(*(each for each in command[command.index("src/train.py") + 1 :] if "resume=" not in each))
                 )
-            except Refusal as refusal:
+            except UserError as refusal:
                 refused.append((trial.part, "don't go together" in str(refusal)))
     assert refused == [("layouts", True)] * 3
 
@@ -164,6 +164,6 @@ def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest
     asked = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
     for tail in (0, 16, 31):
         check_sizes(asked, 96 + tail)
-    with pytest.raises(Refusal, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
+    with pytest.raises(UserError, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
         check_sizes(asked, 96 + 11)
     check_sizes(check(compose("devices=8", "pieces=16", "batch_size=32")), 96 + 11)

@@ -10,9 +10,9 @@ from conftest import Program, Run
 from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.config import check
-from lockstep.run.library import compose
+from lockstep.config.check import check
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 
 TINY = (
     "data=synthetic",
@@ -116,7 +116,7 @@ def test_a_feature_without_effect_is_told(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(Different, match=r"not as promised: ema, 1 device \(without\)$"):
         judge_features({"ema": rows}, tmp_path, {})
     assert "1 device: NOT SEEN" in capsys.readouterr().out
-    with pytest.raises(Refusal, match=r"features=emu: did you mean ema\?"):
+    with pytest.raises(UserError, match=r"features=emu: did you mean ema\?"):
         chosen(["emu"], {"ema": ["callbacks=ema"]})
 
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from search import distribution
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "threads=1", "logger=none")
 SPACE = ("lr=tag(log,interval(0.001,0.1))", "batch_size=32,33")
@@ -125,5 +125,5 @@ def test_hydras_words_for_a_space(override: str, drawn: Any) -> None:
 
 
 def test_a_space_that_can_not_be_drawn() -> None:
-    with pytest.raises(Refusal, match=r"lr=.*log"):
+    with pytest.raises(UserError, match=r"lr=.*log"):
         distribution(OverridesParser.create().parse_override("lr=tag(log,interval(0,1))"))

@@ -16,11 +16,11 @@ import pytest
 import torch
 from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 
-from lockstep.callbacks.checkpoint_io import save
-from lockstep.callbacks.kept import keep, steps_kept
-from lockstep.run.config import check
+from lockstep.checkpoint.io import save
+from lockstep.checkpoint.retention import keep, steps_kept
+from lockstep.config.check import check
+from lockstep.data.build import open_data
 from lockstep.run.ledger import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
-from lockstep.run.opening import open_data
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from own_runs import DDP, go_on, same_bits, train
 from test_step_loop import Net, fit
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run import config
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.schema import MODES
+from lockstep.config import check as config
+from lockstep.config.check import check
+from lockstep.config.schema import MODES
+from lockstep.errors import UserError
+from lockstep.run.api import compose
 from lockstep.step.networks import EagerEvaluation, compile_networks, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
@@ -64,7 +64,7 @@ class Parts(pl.LightningModule):
 def test_networks_are_what_is_called_and_has_weights() -> None:
     parts: Any = Parts()
     assert list(networks(parts)) == [parts.stem, parts.blocks[0], parts.blocks[2]["head"]]
-    with pytest.raises(Refusal, match=r"LightningModule has no layer with parameters.*compile=false"):
+    with pytest.raises(UserError, match=r"LightningModule has no layer with parameters.*compile=false"):
         compile_networks(pl.LightningModule(), "default", exact=False)
 
 
@@ -115,20 +115,20 @@ def test_whole_runs_agree_to_rounding_and_under_exact_in_every_bit(project: Path
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")
-    with pytest.raises(Refusal, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
+    with pytest.raises(UserError, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
         check(dict(compose(*["compile=true"])))
     monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: None)
-    with pytest.raises(Refusal, match=r"compile=true needs triton, which is not installed"):
+    with pytest.raises(UserError, match=r"compile=true needs triton, which is not installed"):
         check(dict(compose(*["compile=true"])))
 
 
 def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Refusal, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
+    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler.*no no-such-compiler on the PATH; CXX"):
         check(dict(compose(*["compile=true", "accelerator=cpu"])))
     monkeypatch.setenv("CXX", f"{sys.executable} -I")
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
-    with pytest.raises(Refusal, match=r"compile=true needs Python's headers"):
+    with pytest.raises(UserError, match=r"compile=true needs Python's headers"):
         check(dict(compose(*["compile=true", "accelerator=cpu"])))
 
 

@@ -14,13 +14,13 @@ from plain import QUIET
 from test_step_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.loading import DataModule
+from lockstep.data import DataModule
 from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
-from lockstep.step.strategies import make_strategy
+from lockstep.strategies import make_strategy
 
 # --- late -------------------------------------------------------------------------------------------------------------
 

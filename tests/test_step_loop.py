@@ -15,14 +15,15 @@ from plain import QUIET
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.arithmetic.layout import Refusal, resolve
-from lockstep.loading import ArrayDataset, DataModule, Spec, Splits
-from lockstep.loading.augment import Augment
+from lockstep.arithmetic.layout import resolve
+from lockstep.data import ArrayDataset, DataModule, Spec, Splits
+from lockstep.data.augment import Augment
+from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
-from lockstep.step.strategies import make_strategy
+from lockstep.strategies import make_strategy
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -172,7 +173,7 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any
     plain, expected = fit(tmp_path, theirs, ours=False, logger=Logs(), log_every_n_steps=2, **options)
     assert calls == expected
     assert "on_before_optimizer_step 0" in calls
-    assert trainer.logger.lines == [counted(line) for line in plain.logger.lines]
+    assert trainer.logger.lines == [plural(line) for line in plain.logger.lines]
     assert torch.equal(weights(ours), weights(theirs))
     assert trainer.global_step == plain.global_step
     assert trainer.callback_metrics.keys() == plain.callback_metrics.keys()
@@ -181,7 +182,7 @@ def test_one_piece_is_lightnings_own_loop(tmp_path: Path, options: dict[str, Any
     assert trainer.fit_loop.state_dict() == plain.fit_loop.state_dict()
 
 
-def counted(line: str) -> str:
+def plural(line: str) -> str:
     """What Lightning logs, at the step that it is of: Lightning counts that step later."""
     step, said = line.split(" ", 1)
     return f"{int(step) + 1} {said}"
@@ -258,7 +259,7 @@ class Forgets(Net):
     ],
 )
 def test_a_step_needs_a_loss_and_its_closure(tmp_path: Path, net: Any, said: str) -> None:
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(UserError, match=said):
         fit(tmp_path, net(), ours=True)
 
 

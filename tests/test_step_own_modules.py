@@ -10,10 +10,10 @@ from conftest import Run, apart, checkpoint_of, summary_of
 from own_runs import DDP, DP, PIPELINE, go_on, jobs, same_bits, train
 from plain import scalars
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint.resume import key
+from lockstep.config.instantiate import instantiate
+from lockstep.errors import UserError
 from lockstep.run import cli
-from lockstep.run.instantiate import instantiate
-from lockstep.run.resume import key
 
 EMA = "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
 SWA = "+callbacks.swa._target_=lightning.pytorch.callbacks.StochasticWeightAveraging"
@@ -214,10 +214,10 @@ def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_p
 @pytest.mark.parametrize(
     ("program", "target", "error", "says"),
     [
-        ("import nowhere.at_all", "own.Net", Refusal, "own.Net: own imports nowhere, which is not installed"),
+        ("import nowhere.at_all", "own.Net", UserError, "own.Net: own imports nowhere, which is not installed"),
         ("import torch; torch.nowhere", "own.Net", AttributeError, ".*'torch' has no attribute 'nowhere'"),
-        ("", "own.Net", Refusal, "own.Net: own has no Net"),
-        ("", "own.nets.Net", Refusal, "own.nets.Net: there is no module own.nets"),
+        ("", "own.Net", UserError, "own.Net: own has no Net"),
+        ("", "own.nets.Net", UserError, "own.nets.Net: there is no module own.nets"),
         ('def net():\n    {}["label"]', "own.net", KeyError, r"KeyError: 'label' \(\S+own\.py:2 in net; HYDRA_FULL_"),
         ("def net():\n    assert 1 > 2", "own.net", AssertionError, r"AssertionError \(\S+own\.py:2 in net; "),
         ("def net():\n    if True", "own.net", SyntaxError, r"SyntaxError: expected ':' \(own\.py, line 2\) \("),
@@ -232,4 +232,4 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is Refusal else cli.line(caught.value))
+    assert re.search(says, str(caught.value) if error is UserError else cli.line(caught.value))

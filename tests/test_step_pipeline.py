@@ -9,8 +9,9 @@ from own_runs import PIPELINE, go_on, jobs, same_bits, train
 from small_models import mnist_cnn
 from torch import nn
 
-from lockstep.arithmetic.exact import ExactSum
-from lockstep.arithmetic.layout import Refusal, resolve
+from lockstep.arithmetic.exact_sum import ExactSum
+from lockstep.arithmetic.layout import resolve
+from lockstep.errors import UserError
 from lockstep.step.stages import balanced, chosen, parts_of
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.
@@ -133,7 +134,7 @@ def test_the_user_says_where_stages_begin() -> None:
         ((0,), "must be the 1 parts"),
         ((2, 4), "must be the 1 parts"),
     ):
-        with pytest.raises(Refusal, match=wrong):
+        with pytest.raises(UserError, match=wrong):
             chosen(module, parts, split, 2)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.errors import UserError
 from lockstep.launch.machine import cores
-from lockstep.run.resume import sweep_overrides as arguments
 from lockstep.run.sweeps import Slot, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
@@ -130,7 +130,7 @@ def test_devices_are_dealt(jobs: int, gpus: str, cores: int, dealt: list[Slot]) 
 
 @pytest.mark.parametrize(("gpus", "cores", "there"), [("01", 8, "there are 2 GPUs"), ("", 1, "there is 1 core")])
 def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, there: str) -> None:
-    with pytest.raises(Refusal, match=f"sweep.jobs=3: .*{there}"):
+    with pytest.raises(UserError, match=f"sweep.jobs=3: .*{there}"):
         slots(3, gpus, range(cores))
 
 
@@ -169,10 +169,10 @@ def test_a_sweep_goes_on_with_the_config_folder_that_it_was_given(recorded: Path
 
 @pytest.mark.parametrize("changed", ["seed=0,1,2", "seed=1", "batch_size=32,64"])
 def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None:
-    with pytest.raises(Refusal, match=f"{changed}: sweep.resume= runs the sweep's own jobs"):
+    with pytest.raises(UserError, match=f"{changed}: sweep.resume= runs the sweep's own jobs"):
         arguments([changed, f"sweep.resume={recorded}"])
 
 
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no sweep's folder"):
+    with pytest.raises(UserError, match="no sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])

@@ -28,10 +28,10 @@ from common.showing import markdown
 from parts import folders, growth, programs, steps
 from parts.players import Row
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config.checks import ROOT
+from lockstep.config.familiar import unknown
+from lockstep.errors import UserError
 from lockstep.launch.machine import cores, gpu_count
-from lockstep.run.checks import ROOT
-from lockstep.run.familiar import unknown
 from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
@@ -58,13 +58,13 @@ def main() -> int:
     try:
         for part in options.parts:
             if part not in PARTS:
-                raise Refusal(f"{part}: {unknown(part, PARTS)}")
+                raise UserError(f"{part}: {unknown(part, PARTS)}")
         if "gpu" in options.parts and not gpu_count():
-            raise Refusal("gpu: this machine has no GPU that torch can use")
+            raise UserError("gpu: this machine has no GPU that torch can use")
         chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
         if "accuracy" in chosen and not Path(options.data_dir, "MNIST", "raw", "train-images-idx3-ubyte").is_file():
-            raise Refusal(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
-    except Refusal as refusal:
+            raise UserError(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
+    except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     failed = False
@@ -73,7 +73,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 rows = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
-            except (RuntimeError, Refusal) as error:
+            except (RuntimeError, UserError) as error:
                 print(f"error: {part}: {error}", file=sys.stderr)
                 failed = True
                 continue

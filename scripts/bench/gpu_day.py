@@ -30,9 +30,9 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from common.machine import facts
 
+from lockstep.config.checks import ROOT
+from lockstep.config.familiar import unknown
 from lockstep.launch.machine import gpu_count
-from lockstep.run.checks import ROOT
-from lockstep.run.familiar import unknown
 from lockstep.run.summary import git_info, write_summary
 
 OUTPUTS = "OUTPUTS"  # in a command: a folder that its trial has for itself

@@ -18,7 +18,7 @@ from campaigns.faults import KILLED
 from campaigns.lives import Life
 from network.machines import Machines
 
-from lockstep.callbacks import checkpoint_io
+from lockstep.checkpoint import io as checkpoint_io
 
 LINKS = {"link down for 5 s": 5, "link down for 20 s": 20}
 KINDS = ["worker killed", "machine killed", *LINKS, "store killed", "all killed"]

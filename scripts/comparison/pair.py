@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 ABSENT = "-"
 NO_RUN = "it has neither summary.json nor .hydra/config.yaml"
@@ -25,14 +25,14 @@ def facts(folder: Path) -> Facts:
     """What a run folder says about its run, by sections.
 
     Raises:
-        Refusal: it is no run folder, or a file in it can't be read.
+        UserError: it is no run folder, or a file in it can't be read.
     """
     if not folder.is_dir():
-        raise Refusal(f"{folder}: no such folder")
+        raise UserError(f"{folder}: no such folder")
     summary, made = read(folder / "summary.json"), read(folder / "provenance.json")
     config = made.get("config") or read(folder / ".hydra" / "config.yaml")
     if not (summary or config):
-        raise Refusal(f"{folder}: no run folder, {NO_RUN}")
+        raise UserError(f"{folder}: no run folder, {NO_RUN}")
     code = dict(made.get("git") or summary.get("git") or {})
     if (patch := folder / "git.diff").is_file():
         code["changes"] = hashlib.sha256(patch.read_bytes()).hexdigest()
@@ -72,9 +72,9 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text()
         found: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise Refusal(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
+        raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
     if not isinstance(found, dict):
-        raise Refusal(f"{path}: not a mapping")
+        raise UserError(f"{path}: not a mapping")
     return found
 
 
@@ -82,7 +82,7 @@ def report(*folders: Path) -> str:
     """Two runs' differences as a table, and what can't be seen in it.
 
     Raises:
-        Refusal: as `facts`.
+        UserError: as `facts`.
     """
     one, other = map(facts, folders)
     rows: list[tuple[str, ...]] = []

@@ -13,7 +13,7 @@ import numpy as np
 from comparison.pair import ABSENT, NO_RUN, flat, read, show
 from numpy.typing import NDArray
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 # What runs may differ in and still be the same experiment.
 IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug)(\.|$)")
@@ -137,7 +137,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs in folders, by their numbers where they have some.
 
     Raises:
-        Refusal: a folder has none, or one that can't be read.
+        UserError: a folder has none, or one that can't be read.
     """
 
     def natural(path: Path) -> list[tuple[int, str]]:
@@ -146,11 +146,11 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     found: dict[Path, Run] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise Refusal(f"{folder}: no such folder")
+            raise UserError(f"{folder}: no such folder")
         inside = {path.parent for path in folder.rglob("summary.json")}
         inside |= {path.parents[1] for path in folder.rglob(".hydra/config.yaml")}
         if not inside:
-            raise Refusal(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
+            raise UserError(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
         for run in sorted(inside, key=natural):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
             found[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
@@ -162,7 +162,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     (evaluations, predictions, exports) is left out: it has other keys.
 
     Raises:
-        Refusal: no run says what it was.
+        UserError: no run says what it was.
     """
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
@@ -171,7 +171,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
         gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
     groups = [Group(members, {}) for members in gathered.values()]
     if not any(group.world for group in groups):
-        raise Refusal(f"{runs[0].folder}: none of the runs has a summary to compare")
+        raise UserError(f"{runs[0].folder}: none of the runs has a summary to compare")
     keys = _differing([group.runs[0].config for group in groups if group.runs[0].config])
     for group in groups:
         group.differs = {key: group.runs[0].config.get(key, ABSENT) for key in keys}
@@ -245,7 +245,7 @@ def against(groups: Sequence[Group], key: str) -> Lines:
     """Test accuracy against a key, for each choice of the others with which it has two values or more.
 
     Raises:
-        Refusal: there is none.
+        UserError: there is none.
     """
     found: dict[tuple[str, ...], dict[float, list[float]]] = {}
     for group in groups:
@@ -256,7 +256,7 @@ def against(groups: Sequence[Group], key: str) -> Lines:
             found.setdefault((group.layout_name, *said), {})[value] = group.values("metrics.test/acc")
     found = {names: dict(sorted(points.items())) for names, points in sorted(found.items()) if len(points) > 1}
     if not found:
-        raise Refusal(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
+        raise UserError(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
     layouts = len({layout for layout, *_ in found}) > 1
     return {", ".join(names[not layouts :]) or "all": points for names, points in found.items()}
 

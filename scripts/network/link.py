@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import show
+from lockstep.config.checks import show
+from lockstep.errors import UserError
 
 PER_SECOND = {"k": 1e3, "m": 1e6, "g": 1e9}  # bits
 PAYLOAD = 1448 / 1514  # of a full packet on Ethernet: the rest is headers
@@ -69,7 +69,7 @@ class Link:
         """From `1gbit`, or with a latency in microseconds, `400gbit@5us`."""
         bits, _, latency = rate.partition("@")
         if latency and not re.fullmatch(r"\d+(\.\d+)?us", latency):
-            raise Refusal(f"link={show(rate)}: a latency is written 400gbit@5us")
+            raise UserError(f"link={show(rate)}: a latency is written 400gbit@5us")
         alpha = float(latency[:-2]) * 1e-6 if latency else LATENCY
         return cls(alpha, 8 / bits_per_second("link", bits) / PAYLOAD)
 
@@ -80,7 +80,7 @@ class Link:
             found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
             return cls(found["alpha"], found["beta"], found["gamma"], tuple(found["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refusal(f"link={path}: no communication.json of scripts/communication.py ({error})") from None
+            raise UserError(f"link={path}: no communication.json of scripts/communication.py ({error})") from None
 
     def cost(self, way: str, workers: int, size: int) -> Cost:
         """Of the sum of vectors of `size` bytes by one of the ways of network/collectives.py."""
@@ -99,4 +99,4 @@ def bits_per_second(key: str, rate: Any) -> float:
     """Of a rate in tc's words, such as 200mbit or 1gbit."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", str(rate)):
         return float(match[1]) * PER_SECOND[match[2]]
-    raise Refusal(f"{key}={show(rate)}: must be a rate as tc says it: 200mbit, 1gbit")
+    raise UserError(f"{key}={show(rate)}: must be a rate as tc says it: 200mbit, 1gbit")

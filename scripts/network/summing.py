@@ -23,7 +23,7 @@ import torch.distributed as dist
 from network.collectives import SUMS, Sum, Wire
 from torch import Tensor
 
-from lockstep.arithmetic.exact import AllReduce, ExactSum, alone
+from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, alone
 
 # small ones tell the latency, large ones the rate
 PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]

@@ -11,8 +11,8 @@ from typing import Any
 
 from trials.trial import Outcome, Trial, counted, difference, run
 
-from lockstep.loading import Splits
-from lockstep.run.config import Config
+from lockstep.config.check import Config
+from lockstep.data import Splits
 
 Changes = dict[str, Any]
 

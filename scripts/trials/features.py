@@ -13,8 +13,8 @@ from trials.judging import Row, allowed, distances, evaluation, judge
 from trials.record import YARDSTICKS, roundoff
 from trials.trial import FULL, Outcome, Trial, counted, run
 
-from lockstep.loading import Splits
-from lockstep.run.config import check
+from lockstep.config.check import check
+from lockstep.data import Splits
 
 Changes = dict[str, Any]
 Prepared = Callable[[Sequence[str]], tuple[Changes, Splits]]  # from overrides a config, and its data

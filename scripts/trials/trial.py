@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 from trials.record import FILE, KILLED
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config.check import Config, check
+from lockstep.data import Splits
+from lockstep.errors import UserError
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import export
 from lockstep.launch.network import LOOPBACK, bound
 from lockstep.launch.process_group import leave_group
-from lockstep.loading import Splits
-from lockstep.run.config import Config, check
 from lockstep.run.training import train
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
@@ -99,7 +99,7 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
     """Makes the first `steps` optimizer steps of a run, and tests it; its folder goes with it.
 
     Raises:
-        Refusal: the trial's config can't be run; WorkerFailed: it failed.
+        UserError: the trial's config can't be run; WorkerFailed: it failed.
     """
     config = _config(trial, raw, steps, trial.changes, trial.fault)
     folder.mkdir(parents=True)
@@ -177,7 +177,7 @@ def _be_rank(rank: int, port: int, sender: Connection, config: Config, splits: S
     try:
         answer = _launch(config, splits, folder)
         leave_group()
-    except (Refusal, WorkerFailed) as error:
+    except (UserError, WorkerFailed) as error:
         answer = error
     except Exception as error:
         answer = WorkerFailed(f"{type(error).__name__}: {error}")

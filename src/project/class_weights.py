@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 
 class ClassWeights(Callback):
@@ -37,7 +37,7 @@ class ClassWeights(Callback):
         if weights == "balanced":
             if data.splits.balanced:
                 one = "each makes up for rare classes by itself, so leave one out"
-                raise Refusal(f"model.class_weights=balanced and data.sampling=balanced don't go together: {one}")
+                raise UserError(f"model.class_weights=balanced and data.sampling=balanced don't go together: {one}")
             counts = torch.from_numpy(data.labels).bincount(minlength=self.num_classes)
             weights = (counts.sum() / (len(counts) * counts.clamp(min=1))).tolist()
         self.weights = torch.tensor(weights, dtype=torch.float64)
@@ -52,5 +52,5 @@ class ClassWeights(Callback):
         if self.of_step is None:
             return losses
         if y.ndim > 1:
-            raise Refusal("model.class_weights and mixed labels don't go together: a sample has several classes")
+            raise UserError("model.class_weights and mixed labels don't go together: a sample has several classes")
         return losses * self.of_step[y].to(losses.dtype)

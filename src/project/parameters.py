@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.arithmetic.layout import Refusal, listed
-from lockstep.run.checks import matching
+from lockstep.config.checks import matching
+from lockstep.errors import UserError
+from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
 
@@ -81,16 +82,16 @@ class Unfreeze(BaseFinetuning):
             return
         frozen = [name for name, parameter in pl_module.named_parameters() if not parameter.requires_grad]
         if not frozen:
-            raise Refusal("callbacks.unfreeze: nothing is frozen, model.freeze=[...] freezes by parameter names")
+            raise UserError("callbacks.unfreeze: nothing is frozen, model.freeze=[...] freezes by parameter names")
         try:
             self.patterns = matching(self.epochs, frozen)
         except ValueError as error:
-            raise Refusal(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
+            raise UserError(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
         trainer: Any = pl_module.trainer
         last, length, steps = max(self.epochs.values()), trainer.max_epochs, trainer.max_steps
         before = last * trainer.datamodule.order.steps_per_epoch
         if last >= length and not 0 <= steps <= before:  # one that max_steps ends is a trial: a warning is enough
-            raise Refusal(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
+            raise UserError(f"callbacks.unfreeze.epoch={last}: this run ends after max_epochs={length}")
         if 0 <= steps <= before:
             LOG.warning(
                 "callbacks.unfreeze.epoch=%d: begins after step %d, and max_steps=%d ends before", last, before, steps
@@ -105,7 +106,9 @@ class Unfreeze(BaseFinetuning):
             parameter.requires_grad_(True)
         if new and pl_module.global_rank == 0:
             size = sum(parameter.numel() for parameter in new.values())
-            LOG.info("epoch %d: %s parameters more are trained from now on: %s", epoch + 1, f"{size:,}", listed(new, 6))
+            LOG.info(
+                "epoch %d: %s parameters more are trained from now on: %s", epoch + 1, f"{size:,}", join_names(new, 6)
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: Lightning's would put the optimizer's settings of that epoch back."""

@@ -13,7 +13,7 @@ from common.showing import our_pyplot, style
 from parts.players import Row, program, row
 from parts.programs import watch
 
-from lockstep.run.checks import ROOT
+from lockstep.config.checks import ROOT
 from lockstep.run.summary import summary_of
 
 PICTURE = ROOT / "docs" / "growth.png"
@@ -30,9 +30,9 @@ AXES = {  # the numbers of each, and what a run is told
 MAKING = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from lockstep.run.config import check
-from lockstep.run.library import compose
-from lockstep.run.opening import open_data
+from lockstep.config.check import check
+from lockstep.run.api import compose
+from lockstep.data.build import open_data
 config = check(compose(*sys.argv[2:]))
 began = time.perf_counter()
 splits = open_data(config.data, config.data_dir, config.seed)

@@ -14,7 +14,7 @@ from statistics import mean, median
 
 from parts.players import Row, program, row
 
-from lockstep.run.checks import ROOT
+from lockstep.config.checks import ROOT
 from lockstep.run.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"

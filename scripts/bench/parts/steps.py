@@ -208,10 +208,10 @@ def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) ->
     import torch
 
     from lockstep.arithmetic.order import DataOrder
+    from lockstep.config.check import check
+    from lockstep.data.build import open_data
+    from lockstep.run.api import compose
     from lockstep.run.build import make_module
-    from lockstep.run.config import check
-    from lockstep.run.library import compose
-    from lockstep.run.opening import open_data
 
     command = arguments(case, folder, steps, more)
     config = check(compose(*command[len(TRAIN) :]))

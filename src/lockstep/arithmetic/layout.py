@@ -3,17 +3,16 @@
 Pure: neither torch nor Lightning is imported, so bad numbers are refused before anything slow starts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate as running_sum
 
+from lockstep.errors import UserError
+from lockstep.text import plural
+
 MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
 MOST_EXACT = 1 << 13  # of a step under exact: so many numbers of 50 bits have a sum of 63 (see exact.py)
-
-
-class Refusal(Exception):
-    """Bad input. The message is one line for people: what is wrong, and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -116,31 +115,13 @@ class Layout:
         even = self.batch_size % self.pieces == 0
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
-        where = counted(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
+        where = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
         if self.strategy == "pipeline":
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
             where = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        step, pieces = counted(self.batch_size, "sample"), counted(self.pieces, "piece")
+        step, pieces = plural(self.batch_size, "sample"), plural(self.pieces, "piece")
         return f"step {step} = {pieces} x {size} on {where}{nodes}"
-
-
-def counted(count: int, thing: str) -> str:
-    """`1 device`, `2 devices`."""
-    return f"{count} {thing}{'s' * (count != 1)}"
-
-
-def listed(names: Iterable[object], most: int = 3) -> str:
-    """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
-    words = [str(name) for name in names]
-    return ", ".join(words[:most]) + ", ..." * (len(words) > most)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @lru_cache(maxsize=16)
@@ -185,27 +166,27 @@ def resolve(
     With `even=False` (evaluation) pieces may differ by a sample.
 
     Raises:
-        Refusal: naming both numbers and the nearest that fit.
+        UserError: naming both numbers and the nearest that fit.
     """
     num_devices = devices * num_nodes
     accumulate = accumulate_grad_batches or 1
     if pieces is None:
-        wanted, why = num_devices * accumulate, f"{counted(num_devices, 'device')} x {accumulate} accumulated"
+        wanted, why = num_devices * accumulate, f"{plural(num_devices, 'device')} x {accumulate} accumulated"
     else:
         wanted, why = pieces, f"pieces={pieces}"
         if pieces < num_devices:
-            raise Refusal(f"pieces={pieces} is fewer than {num_devices} devices: give pieces={num_devices} or more")
+            raise UserError(f"pieces={pieces} is fewer than {num_devices} devices: give pieces={num_devices} or more")
         micro_batches = -(-pieces // num_devices)
         if accumulate_grad_batches is not None and not shares and accumulate_grad_batches != micro_batches:
-            raise Refusal(
-                f"pieces={pieces} on {counted(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
+            raise UserError(
+                f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={num_devices * accumulate}"
             )
     layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
     if wanted > layout.most:
-        raise Refusal(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
+        raise UserError(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
     if even and batch_size % wanted:
-        raise Refusal(
+        raise UserError(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
             + _nearest(batch_size, wanted, num_devices, layout.most)
         )

@@ -1,6 +1,5 @@
 """What happens beside training: measuring, showing, keeping."""
 
-from lockstep.callbacks.checkpoint import Checkpoint
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.dashboard import Dashboard
 from lockstep.callbacks.ema import EMA
@@ -9,7 +8,7 @@ from lockstep.callbacks.meter import Meter
 from lockstep.callbacks.pictures import Pictures
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.ranks import DummyBatchOnEmptyRank, ReplicaConsistencyCheck
-from lockstep.callbacks.resume_state import ResumeState
+from lockstep.checkpoint.callback import Checkpoint
 
 __all__ = [
     "EMA",
@@ -21,6 +20,5 @@ __all__ = [
     "Pictures",
     "Preemption",
     "ReplicaConsistencyCheck",
-    "ResumeState",
     "TensorBoard",
 ]

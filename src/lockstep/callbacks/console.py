@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lockstep.arithmetic.layout import duration
-from lockstep.callbacks.checkpoint import Checkpoint
-from lockstep.callbacks.checkpoint_io import weights_in_use
 from lockstep.callbacks.meter import Meter, find
+from lockstep.checkpoint.callback import Checkpoint
+from lockstep.checkpoint.io import weights_in_use
 from lockstep.step.loop import is_last_step
+from lockstep.text import duration
 
 LOG = logging.getLogger("lockstep")
 BAR = "{desc} {bar} {n_fmt}/{total_fmt}{postfix}  {left}"

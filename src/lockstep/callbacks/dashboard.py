@@ -9,13 +9,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch.optim import Optimizer
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks import first_page
 from lockstep.callbacks.first_page import PICTURE, boards, draw
-from lockstep.callbacks.meter import aside, find
+from lockstep.callbacks.meter import find
+from lockstep.errors import UserError
 from lockstep.launch.signals import Interrupted
 from lockstep.step.loop import is_last_step
 from lockstep.step.passes import overrides
+from lockstep.step.untimed import untimed
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
 MOST_POINTS = 1000  # of a training curve in the picture
@@ -45,7 +46,7 @@ class Dashboard(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         meter = find(trainer)
         if meter is None:
-            raise Refusal("callbacks.dashboard shows what callbacks.meter measures: keep that one")
+            raise UserError("callbacks.dashboard shows what callbacks.meter measures: keep that one")
         self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +69,7 @@ class Dashboard(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not (self._meter.fresh and trainer.is_global_zero):
             return
-        with aside(trainer):
+        with untimed(trainer):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
@@ -110,7 +111,7 @@ class Dashboard(Callback):
         found = boards(trainer) if trainer.is_global_zero and self._curves else []
         if not found:
             return
-        with aside(trainer):
+        with untimed(trainer):
             said = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
             if points := self._curves.get("val/acc"):
                 best, step = max((acc, step) for step, acc in points)

@@ -1,10 +1,9 @@
 """Measures a run: the means of what its steps return, speed, waiting, memory. Console and dashboard only show it."""
 
-import contextlib
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,6 +132,10 @@ class Meter(Callback):
         if self._epoch_number != trainer.current_epoch:  # not one that was resumed
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
+    def add_untimed(self, seconds: float) -> None:
+        """Leave `seconds` between two steps out of the time spent waiting for data."""
+        self.edge += seconds
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._began = self._last_backward = self._speed.now()
         self._waited += self._began - self.edge
@@ -248,15 +251,6 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 def find(trainer: Any) -> Meter | None:
     """The run's Meter, if it has one."""
     return next((callback for callback in trainer.callbacks if isinstance(callback, Meter)), None)
-
-
-@contextlib.contextmanager
-def aside(trainer: Trainer) -> Iterator[None]:
-    """Time in this block is not time spent waiting for data: for callbacks that write between two steps."""
-    start = time.perf_counter()
-    yield
-    if meter := find(trainer):
-        meter.edge += time.perf_counter() - start
 
 
 def peak_gib(device: torch.device) -> float:

@@ -8,8 +8,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint import Checkpoint, nothing_logs
+from lockstep.checkpoint.callback import Checkpoint, nothing_logs
+from lockstep.errors import UserError
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -47,7 +47,7 @@ class MonitorCheck(pl.Callback):
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
-                raise Refusal(nothing_logs(key, metric, logged, mode))
+                raise UserError(nothing_logs(key, metric, logged, mode))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Lightning's own refusals of a metric that is not there: of one that training should log, say."""
@@ -61,7 +61,7 @@ class MonitorCheck(pl.Callback):
         logged = set(trainer.callback_metrics)
         missing = [each for each in self._monitors(trainer) if each[1] not in logged]
         said = nothing_logs(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
-        raise Refusal(said) from exception
+        raise UserError(said) from exception
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
         """What is followed, as (key, metric, mode); what may be missing is left out."""

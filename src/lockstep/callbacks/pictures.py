@@ -13,10 +13,10 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lockstep.callbacks.first_page import HEIGHT, boards, figure
-from lockstep.callbacks.meter import aside
+from lockstep.data import Spec
 from lockstep.launch.process_group import of_ranks
-from lockstep.loading import Spec
 from lockstep.step.loop import is_last_step
+from lockstep.step.untimed import untimed
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
@@ -80,7 +80,7 @@ class Pictures(Callback):
             return
         self._leave()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
-        with aside(trainer):
+        with untimed(trainer):
             confusion = self._confusion.compute().cpu()
             sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
             drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)

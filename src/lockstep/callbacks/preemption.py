@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
-from lockstep.callbacks.checkpoint import Checkpoint
+from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
 from lockstep.step.loop import validates
 

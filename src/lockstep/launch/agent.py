@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
 from lockstep.launch import logs, worker
 from lockstep.launch.endings import Outcome, WorkerFailed, last_frame
 from lockstep.launch.environment import external_workers
@@ -52,7 +53,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
         restarts: times that the workers were started before.
 
     Raises:
-        Refusal: a worker refused its input, or the workers that exist don't match the layout.
+        UserError: a worker refused its input, or the workers that exist don't match the layout.
         WorkerFailed: a worker died.
         Interrupted: a signal ended the run; its checkpoint is saved.
     """
@@ -93,7 +94,7 @@ def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, h
     """As `launch`, in a worker that an engine has started."""
     world = external_workers()
     if world != layout.world_size:
-        raise Refusal(
+        raise UserError(
             f"{world} workers exist, the layout needs {layout.world_size}: leave devices and num_nodes out, with "
             "strategy=ddp (or pipeline)"
         )

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.process_group import of_rank_zero, of_ranks
 
@@ -26,7 +26,7 @@ def agree(what: str, make: Callable[[], Any]) -> Any:
         make: called on rank zero if nobody remembers; its result is plain data.
 
     Raises:
-        Refusal: `make`'s, on all ranks.
+        UserError: `make`'s, on all ranks.
     """
     if not external_workers():
         return make()
@@ -37,11 +37,11 @@ def agree(what: str, make: Callable[[], Any]) -> Any:
     if known is None and environment().rank == 0:
         try:
             answer = ("", json.loads(json.dumps(make())))
-        except Refusal as refusal:
+        except UserError as refusal:
             answer = (str(refusal), None)
     refused, value = of_rank_zero(answer)
     if refused:
-        raise Refusal(refused)
+        raise UserError(refused)
     if memory and environment().local_rank == 0:
         with suppress(OSError):  # without it, a later start makes the value anew
             memory.write_text(json.dumps({**(remembered or {}), what: value}))

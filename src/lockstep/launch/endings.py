@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.launch.signals import Interrupted
 
 
@@ -35,7 +35,7 @@ class Outcome:
     def raised(self) -> BaseException:
         """What a run that ends like this raises."""
         if self.kind == "refused":
-            return Refusal(self.text)
+            return UserError(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
         error.steps, error.without, error.right = self.steps, self.without, self.right
         return error

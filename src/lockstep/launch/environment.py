@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 # Our own variables, for the processes that this one starts.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
@@ -159,12 +159,12 @@ def refuse_unread(variables: Mapping[str, str]) -> None:
     meet: each of them would be a rank zero.
 
     Raises:
-        Refusal: naming the variable, and what starts workers that are known.
+        UserError: naming the variable, and what starts workers that are known.
     """
     launcher, names = _dialect(variables)
     rank, world_size = (variables.get(name, "") for name in TORCH[:2])
     if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
-        raise Refusal(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
+        raise UserError(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
         known = {sign for (_, sign), own in DIALECTS.items() if own[1] in variables}
         unread = [name for name in UNREAD if name in variables and name not in known]
@@ -172,18 +172,18 @@ def refuse_unread(variables: Mapping[str, str]) -> None:
         slurm = "SLURM_STEP_NUM_TASKS" in variables  # which counts the tasks, whatever else is set
         alone = world_size == "1" or slurm
         if unread and not alone:
-            raise Refusal(
+            raise UserError(
                 f"{unread[0]}={variables[unread[0]]}: several processes may have been started for this run, and it "
                 "can't be told which of how many this is: start it with torchrun, srun or mpirun, or set RANK, "
                 f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a process alone: unset {unread[0]}"
             )
     elif launcher == "env" and not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
-        raise Refusal(
+        raise UserError(
             "RANK and WORLD_SIZE are set without MASTER_ADDR and MASTER_PORT, so the ranks can't meet: set the "
             "address of rank zero and a free port there"
         )
     elif launcher == "mpi" and "MASTER_ADDR" not in variables and variables.get(names[3]) != variables[names[1]]:
-        raise Refusal(
+        raise UserError(
             "MPI does not say where rank zero is, and the ranks are on several machines: "
             "mpirun -x MASTER_ADDR=<host of rank zero> (Intel MPI and MPICH: -genv MASTER_ADDR <host>)"
         )

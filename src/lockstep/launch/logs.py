@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.launch.signals import Interrupted
 
@@ -86,7 +86,7 @@ def failure_told() -> Iterator[None]:
     """What ends a run by surprise stands in its log, with the whole traceback."""
     try:
         yield
-    except (Refusal, Interrupted):
+    except (UserError, Interrupted):
         raise
     except BaseException as error:
         if logging.root.handlers:  # see configure

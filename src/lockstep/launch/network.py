@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from ipaddress import ip_address
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
@@ -19,19 +19,19 @@ def resolved(host: str, port: int) -> str:
     is the address that this machine has on the network.
 
     Raises:
-        Refusal: nobody here knows the name, or the machine has several addresses to choose from.
+        UserError: nobody here knows the name, or the machine has several addresses to choose from.
     """
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
-        raise Refusal(f"{host}: no address is known here for it ({error.strerror})") from None
+        raise UserError(f"{host}: no address is known here for it ({error.strerror})") from None
     meant = host == address or host.startswith("localhost")
     if meant or not ip_address(address).is_loopback:
         return address
     found = sorted({own for _, own in _interfaces() if not ip_address(own).is_loopback})
     if len(found) != 1:
         there = f"has {', '.join(found)}" if found else "has none else"
-        raise Refusal(
+        raise UserError(
             f"{host}: stands for {address} here, which others can't reach; give an address: this machine {there}"
         )
     return found[0]

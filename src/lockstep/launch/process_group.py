@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from lockstep.arithmetic.layout import Layout, Refusal, listed
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
 from lockstep.launch.environment import LAUNCHER, environment, export, external_workers
 from lockstep.launch.network import LOOPBACK, bound, interface_towards, resolved
+from lockstep.text import join_names
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -32,13 +34,13 @@ def store_socket() -> socket.socket:
     """Return a listening socket for the store of one machine's workers; the parent makes it before it forks.
 
     Raises:
-        Refusal: nobody can reach it. torch would try for an hour.
+        UserError: nobody can reach it. torch would try for an hour.
     """
     listener = bound(LOOPBACK)
     try:
         socket.create_connection(listener.getsockname()[:2], timeout=10).close()
     except OSError as error:
-        raise Refusal(f"workers can't meet at {LOOPBACK}: {error.strerror}; is that network interface up?") from None
+        raise UserError(f"workers can't meet at {LOOPBACK}: {error.strerror}; is that network interface up?") from None
     return listener
 
 
@@ -129,7 +131,7 @@ def _listener(address: str, port: int) -> socket.socket:
     try:
         return bound(address, port)
     except OSError as error:
-        raise Refusal(
+        raise UserError(
             f"rank zero can't listen at {address}:{port} ({error.strerror}): MASTER_ADDR must be an address of its "
             "machine, and MASTER_PORT a free port there"
         ) from None
@@ -250,7 +252,7 @@ def ranks_that_hang(timeout: float) -> str:
 
 def did_not_arrive(ranks: Sequence[int], timeout: float, where: str = "") -> str:
     """Return a line that names ranks which hang; `where` says more, if it is known."""
-    who = f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}" if ranks else "a rank"
+    who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
     cause = where or "it hangs or is stopped, or a link is cut"
     return f"{who} did not arrive within {timeout:g} s (hang_timeout): {cause}"
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
@@ -84,8 +85,8 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
 
 
 def _failure(error: BaseException, hang_timeout: float) -> Answer:
-    if isinstance(error, Refusal):
-        return Answer(Outcome("refused", own_words(str(error)).removeprefix("Refusal: ")))
+    if isinstance(error, UserError):
+        return Answer(Outcome("refused", own_words(str(error)).removeprefix("UserError: ")))
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lockstep.arithmetic.layout import Layout, Refusal, counted
-from lockstep.callbacks import checkpoint_io
+from lockstep.arithmetic.layout import Layout
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
-from lockstep.loading import Splits
 from lockstep.run.build import make_data, make_module, make_trainer
-from lockstep.run.config import Config
 from lockstep.run.fast import set_up_worker
 from lockstep.step.memory import MIB, limit_memory, out_of_memory, peak_memory
+from lockstep.text import plural
 
 STEPS = 3  # the first one has no optimizer state yet
 LACKING = "the memory is out"  # how a worker tells its parent
@@ -29,17 +31,17 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
     the first of 1, 2, 4, ... times as many with which a few steps succeed, in workers that leave nothing behind.
 
     Raises:
-        Refusal: not even the smallest pieces fit, or there are no workers of its own to try them in.
+        UserError: not even the smallest pieces fit, or there are no workers of its own to try them in.
     """
     if not config.auto_accumulate:
         if config.memory_budget and config.layout.accelerator == "cpu":
             budget = f"memory_budget={config.memory_budget:g}"
-            raise Refusal(f"{budget}: on a CPU it limits what accumulate_grad_batches=auto tries; give that too")
+            raise UserError(f"{budget}: on a CPU it limits what accumulate_grad_batches=auto tries; give that too")
         return config
     if layout := _kept(config, folder):
         return replace(config, layout=layout)
     if external_workers() or config.layout.num_nodes > 1:
-        raise Refusal(
+        raise UserError(
             "accumulate_grad_batches=auto tries in workers that it starts on one machine, not under torchrun, in "
             "several SLURM tasks or with num_nodes: give the number that one machine finds for its part of batch_size"
         )
@@ -53,8 +55,8 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
             return replace(config, layout=layout)
         print(f"{found}: out of memory", file=sys.stderr)
     limit = "the memory" if config.memory_budget is None else f"memory_budget={config.memory_budget:g}"
-    size = counted(layouts[-1].piece_size, "sample")
-    raise Refusal(f"accumulate_grad_batches=auto: {limit} does not hold a step in pieces of {size}, the smallest")
+    size = plural(layouts[-1].piece_size, "sample")
+    raise UserError(f"accumulate_grad_batches=auto: {limit} does not hold a step in pieces of {size}, the smallest")
 
 
 def _kept(config: Config, folder: Path) -> Layout | None:
@@ -70,7 +72,7 @@ def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | Non
     """Whether a few steps of the layout succeed, and rank zero's peak in bytes where it is known."""
     try:
         peak = launch(measure, config, splits, folder, layout=config.layout, hang_timeout=config.hang_timeout)
-    except Refusal as refusal:
+    except UserError as refusal:
         if str(refusal) != LACKING:
             raise
         return False, None
@@ -83,7 +85,7 @@ def _fits(config: Config, splits: Splits, folder: Path) -> tuple[bool, int | Non
 
 def measure(config: Config, splits: Splits, folder: Path) -> int | None:
     """Takes a few steps, and validates, saves and shows nothing; returns this process's peak in bytes where it is
-    known. Every worker of the layout calls it. Without the memory it is the Refusal `LACKING`."""
+    known. Every worker of the layout calls it. Without the memory it is the UserError `LACKING`."""
     limited = config.memory_budget is not None and config.layout.accelerator == "cpu"
     try:
         rank = set_up_worker(config, folder)
@@ -100,6 +102,6 @@ def measure(config: Config, splits: Splits, folder: Path) -> int | None:
         trainer.fit(make_module(config, splits), datamodule=data)
     except Exception as error:
         if out_of_memory(error) or (limited and any(said in str(error) for said in BELOW)):
-            raise Refusal(LACKING) from error
+            raise UserError(LACKING) from error
         raise
     return peak_memory()

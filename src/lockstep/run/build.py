@@ -11,15 +11,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import AtomicCheckpointIO, LedgerWriter, Sender
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.callbacks.untrusted import OFTEN, SLACK
+from lockstep.checkpoint.io import AtomicCheckpointIO, LedgerWriter, Sender
+from lockstep.checkpoint.untrusted import OFTEN, SLACK
+from lockstep.config.check import Config
+from lockstep.config.instantiate import call, instantiate, parameters
+from lockstep.data import DataModule, Splits
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.loading import DataModule, Splits
 from lockstep.run import fast
-from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate, parameters
 from lockstep.run.lines import headline
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
@@ -32,7 +32,7 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
 from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
-from lockstep.step.strategies import make_strategy
+from lockstep.strategies import make_strategy
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
 REFUSED = {
@@ -67,7 +67,7 @@ def _must_be_as_small(config: Config, splits: Splits, options: dict[str, Any]) -
     """Compares the model that a checkpoint's config asks for, of which nothing is stored yet, with the file.
 
     Raises:
-        Refusal: it is many times as large.
+        UserError: it is many times as large.
     """
     file = Path(str(config.checkpoint))
     if not file.exists():  # it is on another machine
@@ -75,7 +75,7 @@ def _must_be_as_small(config: Config, splits: Splits, options: dict[str, Any]) -
     try:
         with torch.device("meta"):
             module = _module(config, splits, options)
-    except Refusal:
+    except UserError:
         raise
     except Exception:  # not every module can be made of nothing
         return
@@ -83,7 +83,7 @@ def _must_be_as_small(config: Config, splits: Splits, options: dict[str, Any]) -
     size = sum(value.numel() * value.element_size() for value in tensors)
     there = os.path.getsize(file)
     if module.strict_loading and size > OFTEN * there + SLACK:
-        raise Refusal(f"{file}: has {there:,} bytes, and its config asks for a model of {size:,}")
+        raise UserError(f"{file}: has {there:,} bytes, and its config asks for a model of {size:,}")
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
@@ -95,15 +95,15 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     module = instantiate("model", options, **sizes, smallest_piece=smallest_piece(config, len(splits.train)), **offers)
     named = f"model._target_={config.model['_target_']}"
     if not isinstance(module, pl.LightningModule):
-        raise Refusal(
+        raise UserError(
             f"{named}: not a LightningModule; a network becomes one as the net of "
             "model._target_=project.models.ImageClassifier: docs/own.md"
         )
     for hook, why in REFUSED.items():
         if overrides(module, hook, pl.LightningModule):
-            raise Refusal(f"{named}: its {hook} {why}")
+            raise UserError(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
-        raise Refusal(f"{named}: with manual optimization a step can't be cut in pieces")
+        raise UserError(f"{named}: with manual optimization a step can't be cut in pieces")
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
@@ -147,17 +147,17 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     own = brought if isinstance(brought, Sequence) else [brought]
     for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
-            raise Refusal(
+            raise UserError(
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
             )
         if isinstance(callback, WeightAveraging) and config.strategy.average_every:
-            raise Refusal(f"{name}: under strategy.average_every each device would have an average of its own")
+            raise UserError(f"{name}: under strategy.average_every each device would have an average of its own")
         if isinstance(callback, WeightAveraging) and config.layout.strategy == "pipeline":
-            raise Refusal(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
+            raise UserError(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
-            raise Refusal(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
+            raise UserError(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
     followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
     used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"

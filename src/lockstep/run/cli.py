@@ -21,20 +21,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint import resume
+from lockstep.config import arguments, checks
+from lockstep.config.arguments import keyed
+from lockstep.config.checks import ROOT, run_name
+from lockstep.errors import UserError
+from lockstep.launch import slurm
 from lockstep.launch.agreement import agree, forget_agreed, ranks_with_folder
 from lockstep.launch.endings import users_line
 from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.process_group import join_external, rank_zero_ends_with
 from lockstep.launch.signals import ENDING, Interrupted
-from lockstep.run import arguments, checks, lock, resume, slurm
-from lockstep.run.arguments import keyed
-from lockstep.run.checks import ROOT, run_name
+from lockstep.run import lock
 from lockstep.run.summary import conclude, summary_of
 
 Job = Callable[[dict[str, Any], Path], Any]
-BAD_INPUT = (Refusal, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
+BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
 REFUSED, FAILED = 2, 1
 BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
 BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
@@ -150,13 +153,13 @@ def all_know(error: Exception) -> bool:
     """Whether what ended a run ended it on all ranks alike."""
     from lockstep.step.finite import NonFinite
 
-    return isinstance(error, Refusal | NonFinite)
+    return isinstance(error, UserError | NonFinite)
 
 
 def line(error: BaseException) -> str:
     """An error as one line for people: with its type and place where it is none of Lockstep's or the program's own."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, Refusal):  # a resolver's, which OmegaConf wraps in words
+    while cause is not None and not isinstance(cause, UserError):  # a resolver's, which OmegaConf wraps in words
         cause = cause.__cause__ or cause.__context__
     message = _message(cause or error)
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in " ".join(message.split()))

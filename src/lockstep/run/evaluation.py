@@ -11,21 +11,23 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import DummyBatchOnEmptyRank, checkpoint_io
-from lockstep.callbacks.checkpoint_io import CheckpointError
+from lockstep.callbacks import DummyBatchOnEmptyRank
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import resume
+from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.weights import best_in
+from lockstep.config import checks
+from lockstep.config.check import Config, check
+from lockstep.config.checks import checker, show
+from lockstep.config.schema import OptionalGroup, SpecRecord
+from lockstep.config.targets import must_be_named
+from lockstep.data import Spec, Splits
+from lockstep.data.build import for_evaluation
+from lockstep.errors import UserError
 from lockstep.launch.agreement import agree
-from lockstep.loading import Spec, Splits
-from lockstep.run import checks, resume
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.checks import checker, show
-from lockstep.run.config import Config, check
 from lockstep.run.fast import set_up_worker
-from lockstep.run.opening import for_evaluation
-from lockstep.run.schema import OptionalGroup, SpecRecord
 from lockstep.run.summary import RunRecord
-from lockstep.run.targets import must_be_named
-from lockstep.run.weights import best_in
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 SPLITS = ("train", "val", "test")
@@ -43,11 +45,11 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
 
     Raises:
         CheckpointError: there is none.
-        Refusal: it is neither, or no run has one.
+        UserError: it is neither, or no run has one.
     """
     path = checks.as_text(raw["checkpoint"])  # a file may be named 5
     if not isinstance(path, str) or not path:
-        raise Refusal(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
+        raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
         path = str(resume.newest("checkpoint", outputs))
@@ -96,12 +98,12 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
 
     Raises:
         CheckpointError: the record lacks something.
-        Refusal: a value in `raw`, or a key there that the record decides; or the record names what the user's own
+        UserError: a value in `raw`, or a key there that the record decides; or the record names what the user's own
             config doesn't, see `must_be_named`.
     """
     for key in DECIDED:
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
-            raise Refusal(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
+            raise UserError(f"{key}: the checkpoint decides it, and holds all weights; leave it out")
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
     if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
         raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
@@ -129,7 +131,9 @@ def weights_must_fit(config: Config) -> Iterator[None]:
         if "loading state_dict" not in str(error):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise Refusal(f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})") from error
+        raise UserError(
+            f"{config.checkpoint}: does not fit {config.model['name']} on such images ({reason})"
+        ) from error
 
 
 def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
@@ -140,7 +144,7 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
     """
     try:
         return Spec(**check_spec("spec", record["spec"]))
-    except Refusal as refusal:
+    except UserError as refusal:
         raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
 
 
@@ -148,15 +152,15 @@ def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
     """Compares the images that are to be tested on with those that a checkpoint was trained on.
 
     Raises:
-        Refusal: other channels, other classes, or these in another order.
+        UserError: other channels, other classes, or these in another order.
     """
     before = spec_of(path, record)
     if before.channels != spec.channels:
-        raise Refusal(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
+        raise UserError(f"data: channels is {spec.channels}, and {path} was trained with {before.channels}")
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
         odd = [f"only {one} has {some(sorted(classes))}" for one, classes in only.items() if classes]
-        raise Refusal(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
+        raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order is another'}")
 
 
 def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
@@ -169,7 +173,7 @@ def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapp
         split: train, val, test or all; None: `test`, or `all` for such images.
 
     Raises:
-        Refusal: another name, or the data set has no such split.
+        UserError: another name, or the data set has no such split.
     """
     parts = {name: getattr(splits, name) for name in SPLITS if getattr(splits, name) is not None}
     names_data = raw.get("data_dir") is not None or "_target_" in (raw.get("data") or {})
@@ -177,10 +181,10 @@ def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapp
         other = splits.divided and names_data and splits.fingerprint != record.get("fingerprint")
         split = "all" if other else "test"
     if split not in (*SPLITS, "all"):
-        raise Refusal(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
+        raise UserError(f"split={show(split)}: must be {', '.join(SPLITS)} or all")
     if split != "all" and split not in parts:
         others = " or ".join(f"split={name}" for name in parts)
-        raise Refusal(f"split={split}: this data set has no such images; {others}")
+        raise UserError(f"split={split}: this data set has no such images; {others}")
     tested = ConcatDataset(parts.values()) if split == "all" else parts[split]
     count, total = len(tested), sum(map(len, parts.values()))
     which = f"all {count:,} images" if split == "all" else f"{count:,} of {total:,} images, split={split}"
@@ -197,10 +201,10 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     """Tests in this worker; returns the summary. Every worker of the layout calls it.
 
     Raises:
-        Refusal: the data set has no test images.
+        UserError: the data set has no test images.
     """
     if splits.test is None:
-        raise Refusal(f"data={config.data.get('name')}: its Source has no test set")
+        raise UserError(f"data={config.data.get('name')}: its Source has no test set")
     started = time.perf_counter()
     rank = set_up_worker(config, folder)
     module = make_module(config, splits)

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.config.check import Config
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
 from lockstep.launch.neighbours import wait_shortly_beside_others
-from lockstep.run.config import Config
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 

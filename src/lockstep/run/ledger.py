@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import DataOrder
-from lockstep.loading import Splits
-from lockstep.run.config import Config
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.errors import UserError
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.run.summary import weights_sha256
 
@@ -149,15 +149,15 @@ def read(path: Path) -> list[str]:
     """The lines of a ledger; one that a kill has cut short is left out.
 
     Raises:
-        Refusal: it can't be read.
+        UserError: it can't be read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             content = file.read(MOST + 1)
     except OSError as error:
-        raise Refusal(f"{path}: can't be read ({error.strerror})") from error
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
     if len(content) > MOST:
-        raise Refusal(f"{path}: longer than any ledger, more than {MOST >> 20} MiB")
+        raise UserError(f"{path}: longer than any ledger, more than {MOST >> 20} MiB")
     return content.decode(ENCODING).split("\n")[:-1]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.arithmetic.order import DataOrder
-from lockstep.run.config import Config
+from lockstep.config.check import Config
 
 
 @dataclass(frozen=True)

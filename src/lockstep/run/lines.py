@@ -11,15 +11,16 @@ import lightning.pytorch as pl
 import numpy as np
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.first_page import peak_lr
-from lockstep.loading import Splits
-from lockstep.loading.datasets import Ids, labels_of
-from lockstep.run.config import Config
+from lockstep.checkpoint.weights import parameter_counts
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.data.datasets import Ids, labels_of
+from lockstep.errors import UserError
 from lockstep.run.length import length_of
-from lockstep.run.weights import parameter_counts
+from lockstep.text import plural
 
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; a path may be longer
@@ -103,9 +104,9 @@ def step_parts(config: Config) -> list[str]:
     if layout.exact:
         parts.append("exact")
     if config.late:
-        parts.append(f"gradients applied {counted(config.late, 'step')} late")
+        parts.append(f"gradients applied {plural(config.late, 'step')} late")
     if config.strategy.average_every:
-        every = counted(config.strategy.average_every, "step")
+        every = plural(config.strategy.average_every, "step")
         parts.append(f"weights averaged every {every} (the result depends on the number of devices)")
     return parts
 
@@ -115,7 +116,7 @@ def length(config: Config, samples: int) -> str:
     epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
     whole = length_of(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
-    return f"{counted(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+    return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
 
 
 def parameters(module: nn.Module, fresh: Iterable[str]) -> str:
@@ -145,7 +146,7 @@ def labels_in(dataset: Any, num_classes: int) -> Ids | None:
     """The labels of all samples; None where they are not one class each."""
     try:
         labels = labels_of(dataset)
-    except Refusal:
+    except UserError:
         return None
     return labels if len(labels) and labels.min() >= 0 and labels.max() < num_classes else None
 

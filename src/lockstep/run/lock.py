@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.process_group import of_rank_zero
 
@@ -32,7 +32,7 @@ _locked: set[str] = set()  # folders of this process
 os.register_at_fork(after_in_child=_locked.clear)
 
 
-class FolderBusy(Refusal):
+class FolderBusy(UserError):
     """Another process works in the folder, so nothing in it may be touched."""
 
 
@@ -60,7 +60,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
         try:
             if environment().rank == 0:
                 take()
-        except Refusal as refusal:
+        except UserError as refusal:
             refused = str(refusal)
         if refused := of_rank_zero(refused):
             raise FolderBusy(refused)

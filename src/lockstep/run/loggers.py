@@ -15,13 +15,13 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import OmegaConf
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.callbacks.first_page import LEFT_OUT
-from lockstep.launch.atomic import replacing
+from lockstep.config.arguments import key
+from lockstep.config.check import Config
+from lockstep.config.instantiate import call, instantiate, parameters
+from lockstep.errors import UserError
+from lockstep.files import replacing
 from lockstep.launch.environment import environment
-from lockstep.run.arguments import key
-from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate, parameters
 
 # What no run is called by, beside what is no hyper-parameter.
 NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep"}
@@ -38,14 +38,14 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     that it is a job of (empty where it is none).
 
     Raises:
-        Refusal: one can't be made, or opened.
+        UserError: one can't be made, or opened.
     """
     path = folder / KEPT
     kept = {"title": title(folder)}
     try:
         kept |= json.loads(path.read_text()) if path.exists() else {}
     except (TypeError, ValueError):
-        raise Refusal(f"{path}: damaged; without it trackers begin a run of their own") from None
+        raise UserError(f"{path}: damaged; without it trackers begin a run of their own") from None
     sweep = folder.parent.name if (folder.parent / "multirun.yaml").exists() else ""
     known = {"folder": folder, "save_dir": folder, "title": kept["title"], "sweep": sweep}
     loggers = [
@@ -77,14 +77,14 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dic
                 kept[name] = str(logger.version)
                 if before and isinstance(logger, MLFlowLogger):
                     logger.experiment.update_run(before, "RUNNING")
-    except Refusal:
+    except UserError:
         raise
     except Exception as error:  # a tracker's own, of whatever kind
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         right = f"; {name}.offline=true writes files, for later" * issubclass(kind, WandbLogger)
         if name in kept:
             right += f"; without {Path(known['folder'], KEPT)} a run of its own is begun"
-        raise Refusal(f"{name}: can't be opened: {said}{right}") from error
+        raise UserError(f"{name}: can't be opened: {said}{right}") from error
     if isinstance(logger, CSVLogger) and step:
         _keep_rows(logger, step)
     return logger

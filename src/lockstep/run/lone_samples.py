@@ -11,11 +11,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.arithmetic.layout import Refusal, counted
-from lockstep.loading import Splits
-from lockstep.loading.datasets import fetch
-from lockstep.run.config import Config
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.data.datasets import fetch
+from lockstep.errors import UserError
 from lockstep.run.optimizers import smallest_piece
+from lockstep.text import plural
 
 OF_TORCH = "Expected more than 1 value per channel"  # what torch says of it, at the step
 
@@ -59,15 +60,15 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
     return min(seen, default=0)
 
 
-def refusal(config: Config, samples: int) -> Refusal:
+def refusal(config: Config, samples: int) -> UserError:
     """The line that names the nearest batch sizes and pieces that fit."""
     layout = config.layout
     tail, last = samples % layout.batch_size, ""
     if layout.batch_size // layout.pieces > 1:
-        last = f"an epoch's last step has {tail} of {counted(samples, 'sample')}, so "
+        last = f"an epoch's last step has {tail} of {plural(samples, 'sample')}, so "
     fits = [*_sizes(config, samples), *_pieces(config, samples)]
     can = ", ".join(fits) or "another normalisation"
-    return Refusal(
+    return UserError(
         f"batch_size={layout.batch_size} in {layout.pieces} pieces: {last}a piece has one sample, and a BatchNorm "
         f"layer gets one value per channel of it, which has no variance: {can} can"
     )

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.arithmetic.layout import Refusal, counted
 from lockstep.arithmetic.order import DataOrder
-from lockstep.callbacks.checkpoint_io import is_plain
-from lockstep.run.checks import matching
-from lockstep.run.config import Config
-from lockstep.run.instantiate import call, instantiate, locate, parameters
+from lockstep.checkpoint.io import is_plain
+from lockstep.config.check import Config
+from lockstep.config.checks import matching
+from lockstep.config.instantiate import call, instantiate, locate, parameters
+from lockstep.config.schema import Scheduler
+from lockstep.errors import UserError
 from lockstep.run.length import length_of
-from lockstep.run.schema import Scheduler
+from lockstep.text import plural
 
 RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.
@@ -72,7 +73,7 @@ class Factory:
         try:
             patterns = matching(self.lr_scale, list(names.values()))
         except ValueError as error:
-            raise Refusal(f"{self.key}.lr_scale: {error}") from error
+            raise UserError(f"{self.key}.lr_scale: {error}") from error
         found = []
         for group in groups:
             of = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
@@ -135,16 +136,16 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
 
 
 def _must_be_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
-    """Refusal: a schedule follows no metric, or one that is not known yet when it does."""
+    """UserError: a schedule follows no metric, or one that is not known yet when it does."""
     monitor, interval = str(beside.get("monitor", "")), beside.get("interval", "epoch")
     if not monitor:
-        raise Refusal("scheduler: ReduceLROnPlateau follows a metric: give +scheduler.monitor=val/loss, say")
+        raise UserError("scheduler: ReduceLROnPlateau follows a metric: give +scheduler.monitor=val/loss, say")
     if monitor.startswith("train/") and interval == "step":
-        raise Refusal(f"scheduler.monitor={monitor} is known at an epoch's end: scheduler.interval=epoch")
+        raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end: scheduler.interval=epoch")
     follows, known = beside.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
     if monitor.startswith("val") and follows < known:
-        every = counted(follows, "step")
-        raise Refusal(
+        every = plural(follows, "step")
+        raise UserError(
             f"scheduler.interval={interval}: {monitor} would be followed every {every}, and is known every {known} "
             f"only; give {'scheduler.interval=epoch or ' * (follows < epoch)}val_every={follows}"
         )
@@ -158,7 +159,7 @@ def settings(config: Config, samples: int) -> dict[str, Any]:
 
 
 def refuse_unused(config: Config) -> None:
-    """Refusal: a key was given that the module's constructor has no argument for, or whose argument the model's file
+    """UserError: a key was given that the module's constructor has no argument for, or whose argument the model's file
     gives."""
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
@@ -167,10 +168,10 @@ def refuse_unused(config: Config) -> None:
         if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
             continue
         if own := [name for name in OFFERED[group] if name in takes]:
-            raise Refusal(
+            raise UserError(
                 f"{key}: the model has its own {own[0]}, so this would change nothing: model.{own[0]} changes it"
             )
-        raise Refusal(
+        raise UserError(
             f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
             f"its constructor a parameter {OFFERED[group][0]}"
         )
@@ -185,15 +186,15 @@ class OptimizerCheck(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
-            raise Refusal(f"configure_optimizers returned no optimizer: {ONE}")
+            raise UserError(f"configure_optimizers returned no optimizer: {ONE}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
         for key in self.given:
             if key.partition(".")[0] in ignored:
-                raise Refusal(
+                raise UserError(
                     f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "
                     "this would change nothing; leave it out"
                 )
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if "multiple optimizers" in str(exception):  # Lightning's, which advises to step them by hand
-            raise Refusal(f"configure_optimizers returned several optimizers: {ONE}") from exception
+            raise UserError(f"configure_optimizers returned several optimizers: {ONE}") from exception

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks import checkpoint_io
-from lockstep.launch.atomic import replacing
-from lockstep.loading import Spec, Splits
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.config.check import Config
+from lockstep.data import Spec, Splits
+from lockstep.errors import UserError
+from lockstep.files import replacing
 from lockstep.run.build import make_data, make_module, make_trainer
-from lockstep.run.config import Config
 from lockstep.run.evaluation import config_of, recorded, some, spec_of, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
@@ -46,7 +46,7 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
 
     Raises:
         CheckpointError: the file can't be used.
-        Refusal: its weights are not those of the model that it names.
+        UserError: its weights are not those of the model that it names.
     """
     module = make_module(config, splits)
     with weights_must_fit(config):
@@ -71,7 +71,9 @@ class Answers(pl.Callback):
         if not isinstance(outputs, Tensor) or outputs.shape[:1] != ids.shape:
             said = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             name = type(pl_module).__name__
-            raise Refusal(f"{name}.predict_step: must return a tensor with a row for each of {len(ids)} images: {said}")
+            raise UserError(
+                f"{name}.predict_step: must return a tensor with a row for each of {len(ids)} images: {said}"
+            )
         self.found.append((ids.cpu(), outputs.double().reshape(len(ids), -1).cpu()))
 
 
@@ -80,7 +82,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     worker of the layout calls it.
 
     Raises:
-        Refusal: `top_k` classes are asked for, and the module's answers are no probabilities.
+        UserError: `top_k` classes are asked for, and the module's answers are no probabilities.
     """
     rank = set_up_worker(config, folder)
     module = load_module(config, splits)
@@ -124,7 +126,9 @@ def write(
     known, count = rows[ids >= 0], rows.shape[1]
     sure = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
     if top_k and not sure:
-        raise Refusal(f"top_k={top_k}: the model's predict_step returns no probabilities of its classes; leave it out")
+        raise UserError(
+            f"top_k={top_k}: the model's predict_step returns no probabilities of its classes; leave it out"
+        )
     shown = [_inert(name, "'") for name in classes]
     columns = shown if count == len(classes) else [f"value_{number}" for number in range(count)]
     if sure:

@@ -12,12 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.launch.atomic import replacing
+from lockstep.config.check import Config
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
+from lockstep.files import replacing
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import of_ranks
-from lockstep.run.checks import ROOT
-from lockstep.run.config import Config
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 SECONDS = 10.0  # that git may take
@@ -139,4 +139,4 @@ def must_be_alike(own: Mapping[str, str]) -> None:
     found = of_ranks((platform.node(), dict(own)))
     for rank, (name, theirs) in enumerate(found):
         if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
-            raise Refusal(odd)
+            raise UserError(odd)

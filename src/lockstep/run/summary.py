@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.arithmetic.order import DataOrder
-from lockstep.launch.atomic import replacing
+from lockstep.config.check import Config
+from lockstep.files import replacing
 from lockstep.launch.environment import environment
-from lockstep.run.config import Config
 from lockstep.run.provenance import git_info, versions
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lockstep.loading import Splits
+    from lockstep.data import Splits
 
 LAYOUT = ("strategy", "accelerator", "devices", "num_nodes", "pieces", "piece_size", "batch_size", "exact")
 
@@ -45,7 +45,7 @@ class RunRecord:
 
     def tested(self) -> None:
         """Takes down what the test has found, and of which weights."""
-        from lockstep.callbacks.checkpoint_io import weights_in_use
+        from lockstep.checkpoint.io import weights_in_use
 
         self.metrics.update(logged(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint.resume import saved
+from lockstep.config.arguments import given
+from lockstep.config.check import Config, check
+from lockstep.errors import UserError
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.arguments import given
-from lockstep.run.config import Config, check
 from lockstep.run.provenance import card, must_be_alike
-from lockstep.run.resume import saved
 from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 
@@ -27,9 +27,9 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
     config = check(raw, given=given())
 
-    from lockstep.callbacks import checkpoint_io
-    from lockstep.run import weights
-    from lockstep.run.opening import open_data
+    from lockstep.checkpoint import io as checkpoint_io
+    from lockstep.checkpoint import weights
+    from lockstep.data.build import open_data
     from lockstep.run.training import train as work
 
     several = config.layout.num_nodes > 1  # of which some may lack the file
@@ -45,11 +45,11 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     """Launches `work(config, splits, folder)` on the config's layout; returns rank zero's result.
 
     Raises:
-        Refusal, WorkerFailed, Interrupted: as `launch`; summary.json then says what ended the run.
+        UserError, WorkerFailed, Interrupted: as `launch`; summary.json then says what ended the run.
     """
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
-        raise Refusal(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
+        raise UserError(f"{wish}: who started these workers starts them again, torchrun --max-restarts=3 say")
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor has no bf16 instructions and emulates them, at up to seven "
@@ -64,7 +64,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
 
         return _run_with_restarts(work, fitted(config, splits, folder), splits, folder)
     except BaseException as error:
-        if not isinstance(error, Refusal) or saved(folder) != begun:  # one refused at once leaves the summary alone
+        if not isinstance(error, UserError) or saved(folder) != begun:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -83,7 +83,7 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             restarts += 1
             continues = saved(folder) is not None
             if failed.without and continues:
-                from lockstep.run.continuation import go_back
+                from lockstep.checkpoint.compatible import go_back
 
                 go_back(folder, failed)
             shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
@@ -126,9 +126,9 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
 
 def _steps_saved(folder: Path) -> int:
     """Optimizer steps in a run's last checkpoint; 0: there is none that can be used."""
-    from lockstep.callbacks import checkpoint_io
+    from lockstep.checkpoint import io as checkpoint_io
 
     last = folder / "checkpoints" / "last.ckpt"
-    with suppress(Refusal):
+    with suppress(UserError):
         return int(checkpoint_io.load(last)["global_step"]) if last.exists() else 0
     return 0

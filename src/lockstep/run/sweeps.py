@@ -20,20 +20,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.arithmetic.layout import Refusal, counted, duration
+from lockstep.config.arguments import key
+from lockstep.config.check import check
+from lockstep.config.checks import checker
+from lockstep.config.schema import Sweep
+from lockstep.errors import UserError
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.interpreter import imported
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.process_group import of_rank_zero
 from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangup, let_in, set_parent_death_signal
-from lockstep.run.arguments import key
-from lockstep.run.checks import checker
 from lockstep.run.cli import SweepFailed
-from lockstep.run.config import check
 from lockstep.run.lock import FolderBusy, locked
-from lockstep.run.schema import Sweep
 from lockstep.run.summary import conclude, summary_of
+from lockstep.text import duration, plural
 
 
 @dataclass
@@ -74,7 +75,7 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
         comparison of layouts would show that instead.
 
     Raises:
-        Refusal: naming the job that can't be run.
+        UserError: naming the job that can't be run.
     """
     if config.hydra.job.config_name != "train":
         return list(arguments)
@@ -85,10 +86,10 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
     for job in jobs_of(config, listed):
         try:
             settings = check(_composed(config, context, job.overrides))
-        except Refusal as refusal:
+        except UserError as refusal:
             if job.completed:
                 continue
-            raise Refusal(f"{refusal} (job {job.number}: {job.label})") from None
+            raise UserError(f"{refusal} (job {job.number}: {job.label})") from None
         threads.add(0 if settings.threads else max(1, settings.worker_threads // at_once))
     return [*arguments, *([f"threads={min(threads)}"] if len(threads) > 1 and 0 not in threads else [])]
 
@@ -108,7 +109,7 @@ def failed_jobs(folder: Path) -> Iterator[None]:
     reason = ""
     try:
         yield
-    except (Refusal, SweepFailed):
+    except (UserError, SweepFailed):
         raise
     except Exception as error:
         reason = f": {(str(error).splitlines() or [type(error).__name__])[0]}"
@@ -116,7 +117,7 @@ def failed_jobs(folder: Path) -> Iterator[None]:
     failed = sum(status != "completed" for status in statuses)
     if (reason or failed) and environment().rank == 0:
         print(to_continue(folder), file=sys.stderr)
-        raise SweepFailed(f"{counted(failed, 'job')} of the sweep failed{reason}")
+        raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
 
 
 def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
@@ -137,7 +138,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         run: the job itself, in its own process.
 
     Raises:
-        Refusal: there are too few devices for as many jobs at once.
+        UserError: there are too few devices for as many jobs at once.
         SweepFailed: a job failed; the others were run.
         Interrupted: a signal ended the sweep; its jobs have saved and ended.
     """
@@ -164,7 +165,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         if (progress.done < progress.total or progress.failed) and environment().rank == 0:
             print(to_continue(Path(config.hydra.sweep.dir)), file=sys.stderr)
     if progress.failed:
-        raise SweepFailed(f"{counted(progress.failed, 'job')} of the sweep failed")
+        raise SweepFailed(f"{plural(progress.failed, 'job')} of the sweep failed")
 
 
 def to_continue(folder: Path) -> str:
@@ -186,7 +187,7 @@ def _slots(count: int, config: DictConfig) -> list[Slot]:
     if count == 1:
         return [Slot()]
     if in_place():
-        raise Refusal(f"sweep.jobs={count}: needs fork, without an engine's workers; else jobs run one by one")
+        raise UserError(f"sweep.jobs={count}: needs fork, without an engine's workers; else jobs run one by one")
     gpus = gpu_count() if config.get("accelerator", "cpu") != "cpu" else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
@@ -195,11 +196,11 @@ def _slots(count: int, config: DictConfig) -> list[Slot]:
 
 def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
     """Devices dealt to `jobs` jobs that run at once: runs of neighbours. Fewer GPUs than jobs, or, without any, fewer
-    cores, are a Refusal."""
+    cores, are a UserError."""
     kind, count = ("GPU", len(gpus)) if gpus else ("core", len(cores))
     if jobs > count:
         are = "is" if count == 1 else "are"
-        raise Refusal(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {counted(count, kind)}")
+        raise UserError(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {plural(count, kind)}")
     cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
     return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
 

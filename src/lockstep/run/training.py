@@ -15,22 +15,25 @@ from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.exact import Damaged
-from lockstep.arithmetic.layout import Layout, Refusal, counted, listed
-from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck, ResumeState
-from lockstep.callbacks.checkpoint_io import not_plain
-from lockstep.callbacks.copies import Copies, share_newest
+from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.layout import Layout
+from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
+from lockstep.checkpoint import weights
+from lockstep.checkpoint.compatible import checkpoint_in, must_be_same_data, must_fit, told
+from lockstep.checkpoint.copies import Copies, share_newest
+from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.state import ResumeState
+from lockstep.config.check import Config
+from lockstep.data import Splits
+from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.launch.agreement import ranks_with_folder
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import is_lost_rank, of_rank_zero
 from lockstep.launch.signals import Interrupted
-from lockstep.loading import Splits
-from lockstep.run import fast, provenance, weights
+from lockstep.run import fast, provenance
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.config import Config
-from lockstep.run.continuation import checkpoint_in, must_be_same_data, must_fit, told
 from lockstep.run.ledger import Ledger
 from lockstep.run.length import length_of
 from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
@@ -41,6 +44,7 @@ from lockstep.step.finite import NonFinite
 from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
 from lockstep.step.passes import overrides
+from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -73,7 +77,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if config.audit and config.layout.num_devices == 1:
         begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
     if odd := not_plain(module.hparams):
-        begins.append(f"hyperparameters {listed(odd)}: a checkpoint holds plain data only, and leaves them out")
+        begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
@@ -106,7 +110,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         run.fitted()
         if trainer.audit:
             run.metrics["audit/pieces"] = again = trainer.audit.pieces
-            LOG.info(f"audit: {counted(again, 'piece')} computed again, all the same bits")
+            LOG.info(f"audit: {plural(again, 'piece')} computed again, all the same bits")
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
             reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
@@ -156,11 +160,11 @@ def check_sizes(config: Config, samples: int) -> None:
     """Refuses steps that a training set of so many samples does not fill."""
     size, pieces = config.layout.batch_size, config.layout.pieces
     if size > samples:
-        there = counted(samples, "sample")
-        raise Refusal(f"batch_size={size}: a step has {there} at most, as many as the training set")
+        there = plural(samples, "sample")
+        raise UserError(f"batch_size={size}: a step has {there} at most, as many as the training set")
     if config.strategy.sync_batchnorm and 0 < (tail := samples % size) < pieces:
-        why = f"an epoch's last step has {counted(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
-        raise Refusal(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
+        why = f"an epoch's last step has {plural(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
+        raise UserError(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
 
 
 def stopped_by(callback: Any) -> str | None:
@@ -173,12 +177,12 @@ def stopped_by(callback: Any) -> str | None:
     return callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.").rstrip(".")
 
 
-def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> Refusal:
-    if isinstance(error, Refusal):
+def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> UserError:
+    if isinstance(error, UserError):
         return error
     logging.root.error("the run can't go on", exc_info=error)
     said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Refusal(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
+    return UserError(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
 
 
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.arithmetic.audit import Choice, chosen, verdict
-from lockstep.arithmetic.exact import Damaged
-from lockstep.arithmetic.layout import Layout, counted, listed
+from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.layout import Layout
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import all_come, of_ranks
 from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.text import join_names, plural
 
 PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
 MEETING_SECONDS = 5.0  # that ranks which see a damaged sum wait for those that may not
@@ -91,7 +92,7 @@ class Audit:
         odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
         places = dict(_of_all([(device, self._place(trainer, device)) for device in sorted(self._own)]))
         who = " or ".join(places[device] for device in wrong)
-        what = listed(odd, 1) + f" ({len(odd)} of {counted(len(names), 'tensor')})"
+        what = join_names(odd, 1) + f" ({len(odd)} of {plural(len(names), 'tensor')})"
         how = "and again when asked once more" if still else "once: asked once more it was right"
         right = min(self._right[device] for device in wrong) if still else step_batch.step
         told = f"step {step_batch.step + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lockstep.arithmetic.exact import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, alone
 from lockstep.step.gradients import ExactGradientSum, GradientSum, all_reduce
 from lockstep.step.stages import runs
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import listed
 from lockstep.launch.process_group import of_ranks
+from lockstep.text import join_names
 
 LOG = logging.getLogger("lockstep")
 LEAST_SCALE = 2.0**-14  # of a loss: below, what a scaler halves it for is no overflow
@@ -76,7 +76,7 @@ class FiniteGradientCheck:
             names = [name for found in reversed(of_ranks(names)) for name in found]  # rank zero's come last
         if not names:
             return False
-        skips = self._skips(step_batch, losses, scaler, f" ({listed(names, 1)})")
+        skips = self._skips(step_batch, losses, scaler, f" ({join_names(names, 1)})")
         if skips and scaler is None:  # which looks itself, and needs something to look at
             for parameter in module.parameters():
                 parameter.grad = None
@@ -118,4 +118,4 @@ class FiniteGradientCheck:
         found = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
         if self.world_size > 1:
             found = [sample for part in of_ranks(found) for sample in part]
-        return f"loss of the samples {listed(found, 8)} of the training set" if found else ""
+        return f"loss of the samples {join_names(found, 8)} of the training set" if found else ""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.arithmetic.exact import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, alone
 from lockstep.step.audit import Audit, trained
 from lockstep.step.stages import runs
 
@@ -147,7 +147,7 @@ class GradientSum:
 
 
 class ExactGradientSum(GradientSum):
-    """Sums without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact`).
+    """Sums without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact_sum`).
 
     Each piece's gradient is taken by itself and never sent: after the last micro-batch, one all-reduce of integers. A
     micro-batch's mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by
@@ -218,5 +218,5 @@ class ExactGradientSum(GradientSum):
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:
-    """`lockstep.arithmetic.exact.AllReduce` over the default process group."""
+    """`lockstep.arithmetic.exact_sum.AllReduce` over the default process group."""
     dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)

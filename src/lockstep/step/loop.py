@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnect
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.finite import FiniteGradientCheck
@@ -232,7 +232,7 @@ class StepLoop(_TrainingEpochLoop):
         call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
         counted.step.increment_completed()
         if not outputs:
-            raise Refusal(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
+            raise UserError(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
         return outputs
 
     def apply_late(self) -> None:

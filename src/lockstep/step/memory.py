@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
-from lockstep.arithmetic.layout import Layout, Refusal, counted
+from lockstep.arithmetic.layout import Layout
+from lockstep.errors import UserError
+from lockstep.text import plural
 
 MIB = 1 << 20
 
@@ -26,8 +28,8 @@ def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
         return None
     peak = peak_memory()
     at = "" if peak is None else f" at {peak / MIB:.0f} MiB"
-    size = counted(layout.piece_size, "sample")
-    wrong = f"step {step_batch.step + 1}: out of memory{at} in {counted(layout.pieces, 'piece')} of {size}"
+    size = plural(layout.piece_size, "sample")
+    wrong = f"step {step_batch.step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
     finer = next(layout.finer(), None)
     if finer is None:
         return f"{wrong}; the batch_size can't be cut finer"
@@ -46,7 +48,7 @@ def limit_memory(mib: float, strategy: Any) -> None:
     data may grow by that much, the stacks of threads included.
 
     Raises:
-        Refusal: a CPU whose kernel knows no such limit.
+        UserError: a CPU whose kernel knows no such limit.
     """
     devices = getattr(strategy, "devices", None) or [strategy.root_device]  # dp's are all one process's
     if devices[0].type == "cuda":
@@ -56,7 +58,7 @@ def limit_memory(mib: float, strategy: Any) -> None:
         return
     status = Path("/proc/self/status")
     if not status.exists():
-        raise Refusal(f"memory_budget={mib:g}: on a CPU, only Linux limits what a process may use")
+        raise UserError(f"memory_budget={mib:g}: on a CPU, only Linux limits what a process may use")
     import resource  # not on Windows
 
     mapped = re.search(r"^VmData:\s*(\d+) kB", status.read_text(), re.MULTILINE)

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
@@ -26,11 +26,11 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
         exact: no choice is made by timing.
 
     Raises:
-        Refusal: there is no network.
+        UserError: there is no network.
     """
     found = list(networks(module))
     if not found:
-        raise Refusal(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
+        raise UserError(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
     import torch._dynamo
     import torch._inductor

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.exact import Damaged, ExactSum
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.exact_sum import Damaged, ExactSum
 from lockstep.arithmetic.order import batch_seed, piece_seed
+from lockstep.errors import UserError
 from lockstep.step.audit import Gradients, asked_again, trained
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
@@ -162,7 +162,7 @@ class StepPasses:
                 audit.compare(trainer, step_batch, again)
         except RuntimeError as error:
             if advised := advice(error, step_batch, trainer.datamodule.layout):
-                raise Refusal(advised) from error
+                raise UserError(advised) from error
             raise
         losses = [outputs["loss"] for outputs in found]
         try:
@@ -252,15 +252,15 @@ def _numbers(output: Any) -> tuple[Tensor, Outputs]:
     """The loss that `training_step` returned, with its graph; and by name all numbers that it returned, without.
 
     Raises:
-        Refusal: there is no loss.
+        UserError: there is no loss.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
         why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
-        raise Refusal(f"training_step returned {said}: {why}")
+        raise UserError(f"training_step returned {said}: {why}")
     if loss.numel() != 1:
-        raise Refusal(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
+        raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
     found = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:

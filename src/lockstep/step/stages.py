@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.errors import UserError
 from lockstep.step.networks import networks
 
 
@@ -41,16 +41,16 @@ def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | 
     """The parts with which the second and later stages begin, by `strategy.split`: their numbers or names.
 
     Raises:
-        Refusal: there is no such part, or not as many as stages, or they are out of order.
+        UserError: there is no such part, or not as many as stages, or they are out of order.
     """
     paths = {id(layer): name for name, layer in module.named_modules()}
     names = [paths.get(id(part), str(at)).rpartition(".")[2] for at, part in enumerate(parts)]
     given = f"strategy.split=[{','.join(map(str, split))}]"
     if unknown := [part for part in split if part not in names and part not in range(len(parts))]:
-        raise Refusal(f"{given}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}")
+        raise UserError(f"{given}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}")
     starts = [part if isinstance(part, int) else names.index(part) for part in split]
     if len(starts) != stages - 1 or sorted({0, *starts}) != [0, *starts]:
-        raise Refusal(f"{given}: must be the {stages - 1} parts that the later ones of {stages} stages begin with")
+        raise UserError(f"{given}: must be the {stages - 1} parts that the later ones of {stages} stages begin with")
     return starts
 
 

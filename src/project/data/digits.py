@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
-from lockstep.loading.datasets import ArrayDataset, Source, Spec
+from lockstep.data.datasets import ArrayDataset, Source, Spec
+from lockstep.errors import UserError
 
 DIGITS_SIZE = 28  # pixels, MNIST's
 
@@ -23,7 +23,7 @@ def digits() -> Source:
     # Reading the file takes 0.1 s; importing scikit-learn for it would add 1.6 s to every start.
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise Refusal("digits: scikit-learn, which they ship with, is not installed")
+        raise UserError("digits: scikit-learn, which they ship with, is not installed")
     table = np.loadtxt(Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz"), delimiter=",")
     images = enlarge(table[:, :-1].reshape(-1, 8, 8).astype(np.int64), DIGITS_SIZE)[:, None]
     labels = table[:, -1].astype(np.int64)

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import ArrayDataset, Source, Spec
+from lockstep.data.datasets import ArrayDataset, Source, Spec
+from lockstep.errors import UserError
 
 REMEDY = "remove it, and it is downloaded again"
 TIMEOUT_SECONDS = 8  # that a server may be silent; a machine without network should learn it soon
@@ -47,7 +47,7 @@ def cifar10(data_dir: str) -> Source:
     for name, digest in listed:
         # These files are pickles, which can hold code: none is opened whose digest is not the published one.
         if not check_integrity(folder / name, digest):
-            raise Refusal(f"{folder / name}: damaged (its MD5 is not {digest}); {REMEDY}")
+            raise UserError(f"{folder / name}: damaged (its MD5 is not {digest}); {REMEDY}")
     train, test = CIFAR10(data_dir, train=True), CIFAR10(data_dir, train=False)
     spec = Spec(3, 32, tuple(train.classes), mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
     arrays = [ArrayDataset(part.data.transpose(0, 3, 1, 2), np.asarray(part.targets)) for part in (train, test)]
@@ -63,11 +63,11 @@ def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Sou
         images_path, labels_path = _found(folder, images_file), _found(folder, labels_file)
         images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
         if len(images) != len(labels):
-            raise Refusal(f"{labels_path}: {len(labels)} labels, but {images_path.name} has {len(images)} images")
+            raise UserError(f"{labels_path}: {len(labels)} labels, but {images_path.name} has {len(images)} images")
         if images.shape[1:] != (spec.image_size, spec.image_size):
-            raise Refusal(f"{images_path}: images of {images.shape[1]} x {images.shape[2]} pixels, 28 x 28 expected")
+            raise UserError(f"{images_path}: images of {images.shape[1]} x {images.shape[2]} pixels, 28 x 28 expected")
         if len(labels) and labels.max() >= spec.num_classes:
-            raise Refusal(f"{labels_path}: label {labels.max()}, but there are {spec.num_classes} classes, from 0")
+            raise UserError(f"{labels_path}: label {labels.max()}, but there are {spec.num_classes} classes, from 0")
         arrays.append(ArrayDataset(images[:, None], labels))
     return Source(arrays[0], arrays[1], spec)
 
@@ -81,19 +81,19 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     32-bit number, then the bytes), plain or gzipped.
 
     Raises:
-        Refusal: naming the file, what was expected and what was found.
+        UserError: naming the file, what was expected and what was found.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             content = bytearray(file.read())  # a bytearray, since torch wants memory that may be written
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Refusal(f"{path}: damaged gzip file ({error}); {REMEDY}") from error
+        raise UserError(f"{path}: damaged gzip file ({error}); {REMEDY}") from error
     except OSError as error:
-        raise Refusal(f"{path}: can't be read ({error.strerror})") from error
+        raise UserError(f"{path}: can't be read ({error.strerror})") from error
     header = 4 + 4 * dimensions
     magic = bytes((0, 0, 8, dimensions))
     if len(content) < header or content[:4] != magic:
-        raise Refusal(
+        raise UserError(
             f"{path}: not an IDX file of {dimensions}-dimensional bytes: it starts with 0x{content[:4].hex()}, "
             f"0x{magic.hex()} expected; {REMEDY}"
         )
@@ -101,7 +101,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     expected = header + math.prod(sizes)
     if len(content) != expected:
         state = "truncated" if len(content) < expected else "too long"
-        raise Refusal(f"{path}: {state}: {expected:,} bytes expected, {len(content):,} found; {REMEDY}")
+        raise UserError(f"{path}: {state}: {expected:,} bytes expected, {len(content):,} found; {REMEDY}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
 
 
@@ -113,7 +113,7 @@ def _download(name: str, torchvision_name: str, result: str, data_dir: str, file
         scratch = tempfile.mkdtemp(prefix=".download_", dir=data_dir)
     except OSError as error:
         reason = f"data_dir={data_dir} can't hold a download ({error.strerror})"
-        raise Refusal(f"{name}: {reason}; data=digits needs none") from error
+        raise UserError(f"{name}: {reason}; data=digits needs none") from error
     patience = socket.getdefaulttimeout()
     try:
         from torchvision import datasets
@@ -126,7 +126,7 @@ def _download(name: str, torchvision_name: str, result: str, data_dir: str, file
         for file in Path(scratch, result).iterdir():
             os.replace(file, target / file.name)
     except (RuntimeError, OSError, EOFError, HTTPException) as error:
-        raise Refusal(
+        raise UserError(
             f"{name}: no files in {Path(data_dir, result)} and the download failed ({_reason(error)}): "
             f"put {files} there, or use data=digits, which needs none"
         ) from error

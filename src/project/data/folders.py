@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import Source
+from lockstep.data.datasets import Source
+from lockstep.errors import UserError
 from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
@@ -34,38 +34,38 @@ def image_folder(
     tested. Or all of them under `<data_dir>/<class>/`: these are split. conf/data/image_folder.yaml tells the options.
 
     Raises:
-        Refusal: folders or images that are missing, differ in their classes, or can't be read.
+        UserError: folders or images that are missing, differ in their classes, or can't be read.
     """
     image_spec(image_size, channels, mean, std, ())  # bad options first
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     root = Path(data_dir)
     if not root.is_dir():
-        raise Refusal(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
+        raise UserError(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
     there = [name for name in PARTS if (root / name).is_dir()]
     doubtful = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
     if doubtful:
-        raise Refusal(f"image_folder: {root} has a folder {doubtful[0]}: is it one of {', '.join(PARTS)}? Rename it")
+        raise UserError(f"image_folder: {root} has a folder {doubtful[0]}: is it one of {', '.join(PARTS)}? Rename it")
     if there and ("train" not in there or len(there) == 1):
         lacks = "train/" if "train" not in there else "neither test/ nor val/"
         alone = f"; data_dir={root / 'train'} would split it" if there == ["train"] else ""
-        raise Refusal(f"image_folder: {root} has {there[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
+        raise UserError(f"image_folder: {root} has {there[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
     found = {name: class_folders(root / name, image_size, channels) for name in there or [""]}
     files, classes = found[there[0] if there else ""]
     if len(classes) < 2:
         only = f"{root / there[0] if there else root} has only one folder, {classes[0]}"
-        raise Refusal(f"image_folder: {only}; one per class is expected there, two at least")
+        raise UserError(f"image_folder: {only}; one per class is expected there, two at least")
     for name, (_, others) in found.items():
         if differing := sorted(set(classes) ^ set(others)):
             odd = f"only {'train' if differing[0] in classes else name}/ has {differing[0]}"
-            raise Refusal(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
+            raise UserError(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     left_out = ""
     if skip_broken:
         ids, left_out = decodable([part for part, _ in found.values()])
         found = {name: (part.part(good), classes) for (name, (part, _)), good in zip(found.items(), ids, strict=True)}
         for name, (part, _) in found.items():
             if empty := sorted(set(range(len(classes))) - set(part.labels.tolist())):
-                raise Refusal(f"image_folder: no image in {root / name / classes[empty[0]]} can be decoded")
+                raise UserError(f"image_folder: no image in {root / name / classes[empty[0]]} can be decoded")
         files = found[there[0] if there else ""][0]
     else:
         check_headers([part for part, _ in found.values()])
@@ -85,18 +85,18 @@ def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledF
     """The images of the class folders in `root`, at any depth below, and the classes.
 
     Raises:
-        Refusal: no class folders, one without an image, or one whose name is not UTF-8.
+        UserError: no class folders, one without an image, or one whose name is not UTF-8.
     """
     classes = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     if not classes:
-        raise Refusal(f"image_folder: {root} has no folders; it should {WANTED}")
+        raise UserError(f"image_folder: {root} has no folders; it should {WANTED}")
     for name in map(os.fsencode, classes):
         if name.decode(errors="replace").encode() != name:
-            raise Refusal(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
+            raise UserError(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
     found = [images_in(root, name) for name in classes]
     empty = [name for name, names in zip(classes, found, strict=True) if not names]
     if empty:
-        raise Refusal(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
+        raise UserError(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
     labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
     return LabelledFiles(root, np.array([*chain(*found)]), labels, image_size, channels), classes
 
@@ -128,29 +128,29 @@ class ImageFiles(LabelledFiles):
         channels: 1 or 3.
 
     Raises:
-        Refusal: something is not there, no image is in it, none can be decoded; or another number of channels.
+        UserError: something is not there, no image is in it, none can be decoded; or another number of channels.
     """
 
     draws = False
 
     def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
         if channels not in MODES:
-            raise Refusal(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
+            raise UserError(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
         given = [images] if isinstance(images, str | Path) else images
         parts = [Path(str(each)).expanduser() for each in given]
         alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
         names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
         if not names:
-            raise Refusal(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
+            raise UserError(f"images={images}: no image in it; known: {', '.join(EXTENSIONS)}")
         root = parts[0] if alone else Path()
         super().__init__(root, np.array(names), np.arange(len(names)), image_size, channels)
         if all(self[index][1] < 0 for index in range(len(self))):  # asks up to the first that can be
-            raise Refusal(f"images={images}: {names[0]} can't be decoded, and no other")
+            raise UserError(f"images={images}: {names[0]} can't be decoded, and no other")
 
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
         try:
             return super().decoded(index, image_size)
-        except Refusal:
+        except UserError:
             return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
 
 
@@ -159,7 +159,7 @@ def _paths(given: Path) -> list[str]:
     if given.is_dir():
         return [str(given / name) for name in images_in(given, ".")]
     if not given.is_file():
-        raise Refusal(f"images={given}: no such file or folder")
+        raise UserError(f"images={given}: no such file or folder")
     kind = given.suffix.lower()
     if kind not in (".txt", ".csv"):
         return [str(given)]
@@ -170,5 +170,5 @@ def _paths(given: Path) -> list[str]:
     paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
     if absent := [path for path in paths if not path.is_file()]:
         where = "relative to its folder, of a .csv in the column file or path, else the first"
-        raise Refusal(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
+        raise UserError(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
     return list(map(str, paths))

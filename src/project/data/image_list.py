@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import Source
+from lockstep.data.datasets import Source
+from lockstep.errors import UserError
 from project.data.labelled import PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 COLUMNS = ("path", "label", "split")
@@ -32,23 +32,23 @@ def image_list(
     conf/data/image_list.yaml tells the options.
 
     Raises:
-        Refusal: the file, a column, a path or a label is missing; or there is only one class.
+        UserError: the file, a column, a path or a label is missing; or there is only one class.
     """
     image_spec(image_size, channels, mean, std, ())  # bad options first
     if not isinstance(skip_broken, bool):
         raise ValueError(f"skip_broken={skip_broken}: must be true or false")
     if not isinstance(csv, str):
-        raise Refusal("data.csv must be given: data.csv=<file>, with the columns path and label")
+        raise UserError("data.csv must be given: data.csv=<file>, with the columns path and label")
     file = Path(csv).expanduser().absolute()
     rows = read(file)
     for row in rows:
         at = f"{file}: row {row['row']}"
         if not row["path"] or not row["label"]:
-            raise Refusal(f"{at} has no {'label' if row['path'] else 'path'}")
+            raise UserError(f"{at} has no {'label' if row['path'] else 'path'}")
         if row.get("split", "train") not in PARTS:
-            raise Refusal(f"{at}: split is {row['split'] or 'empty'}; it must be train, val or test")
+            raise UserError(f"{at}: split is {row['split'] or 'empty'}; it must be train, val or test")
         if not os.path.isfile(file.parent / row["path"]):
-            raise Refusal(
+            raise UserError(
                 f"{at}: there is no file {file.parent / row['path']}; paths are relative to the list's folder"
             )
     about = ""
@@ -61,7 +61,9 @@ def image_list(
     labels = {row["label"] for row in rows}
     classes = sorted(labels, key=int) if all(label.isdecimal() for label in labels) else sorted(labels)
     if len(classes) < 2:
-        raise Refusal(f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected")
+        raise UserError(
+            f"{file}: {f'only one label, {classes[0]}' if classes else 'no rows'}; two at least are expected"
+        )
     number_of = {label: number for number, label in enumerate(classes)}
     numbers = [number_of[row["label"]] for row in rows]
     names = np.array([row["path"] for row in rows])
@@ -71,7 +73,7 @@ def image_list(
         parts = [files.part(np.flatnonzero(of == part)) for part in range(len(PARTS))]
         train, val, test = (part if len(part) else None for part in parts)
         if train is None:
-            raise Refusal(f"{file}: no row has the split train")
+            raise UserError(f"{file}: no row has the split train")
         if val is None:
             train, val, _ = split(train, val_fraction, 0, split_seed)
     else:
@@ -86,20 +88,20 @@ def read(file: Path) -> list[dict[str, Any]]:
     """The rows of a CSV file, by column, and by `row` the number of their line.
 
     Raises:
-        Refusal: it can't be read, has other columns, or a row has more values.
+        UserError: it can't be read, has other columns, or a row has more values.
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
             table = csv.reader(text, skipinitialspace=True)
             lines = [(table.line_num, values) for values in table if values]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise Refusal(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(f"data.csv={file}: can't be read ({getattr(error, 'strerror', None) or error})") from error
     columns = lines[0][1] if lines else []
     if not {"path", "label"} <= set(columns) <= set(COLUMNS):
         expected = "expected are path, label, and if you like split, in its first row, with commas between"
-        raise Refusal(f"{file}: its columns are {', '.join(columns) or 'none'}; {expected}")
+        raise UserError(f"{file}: its columns are {', '.join(columns) or 'none'}; {expected}")
     for number, values in lines:
         if len(values) > len(columns):
             why = f"{len(values)} values for {len(columns)} columns; a value with a comma in it stands in quotes"
-            raise Refusal(f"{file}: row {number} has {why}")
+            raise UserError(f"{file}: row {number} has {why}")
     return [{"row": number, **dict(zip_longest(columns, values, fillvalue=""))} for number, values in lines[1:]]

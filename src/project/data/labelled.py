@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep.arithmetic.layout import Refusal, counted
+from lockstep.data.datasets import Spec
+from lockstep.errors import UserError
 from lockstep.launch.machine import cores
-from lockstep.loading.datasets import Spec
+from lockstep.text import plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
@@ -55,8 +56,8 @@ class LabelledFiles:
     def decoded(self, index: int, image_size: int | None) -> tuple[Tensor, int]:
         try:
             return decode(self.path(index), image_size, MODES[self.channels]), int(self.labels[index])
-        except Refusal as refusal:
-            raise Refusal(f"{refusal}: repair or remove it, or {SKIP}") from refusal
+        except UserError as refusal:
+            raise UserError(f"{refusal}: repair or remove it, or {SKIP}") from refusal
 
     def path(self, index: int) -> Path:
         return self.root / str(self.names[index])
@@ -81,7 +82,7 @@ def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
         mode: Pillow's, `L` or `RGB`.
 
     Raises:
-        Refusal: it can't be decoded, or has 32-bit pixels.
+        UserError: it can't be decoded, or has 32-bit pixels.
     """
     try:
         with Image.open(path) as image:
@@ -90,7 +91,7 @@ def decode(path: Path, image_size: int | None, mode: str) -> Tensor:
             if image_size is not None and fitted.size != (image_size, image_size):
                 fitted = ImageOps.fit(fitted, (image_size, image_size), Image.Resampling.BILINEAR)
     except (*UNREADABLE, struct.error) as error:
-        raise Refusal(f"{path} can't be decoded ({error})") from error
+        raise UserError(f"{path} can't be decoded ({error})") from error
     pixels = np.array(fitted).reshape(fitted.height, fitted.width, -1)
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
@@ -125,7 +126,7 @@ def image_spec(
     mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
     for name, values in {"mean": mean, "std": std}.items():
         if not isinstance(values, Sequence) or len(values) != channels:
-            raise ValueError(f"{name}={values}: must be {counted(channels, 'number')}, one per channel")
+            raise ValueError(f"{name}={values}: must be {plural(channels, 'number')}, one per channel")
     if min(mean) < 0:
         raise ValueError(f"mean={mean}: must be at least 0")
     if min(std) <= 0:
@@ -161,7 +162,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
     """Opens images spread over all parts, as many as time allows: a broken file should not end a run after an hour.
 
     Raises:
-        Refusal: naming the first of those that can't be read, and their number.
+        UserError: naming the first of those that can't be read, and their number.
     """
     stop = time.monotonic() + CHECK_SECONDS
     stride = max(1, sum(map(len, parts)) // CHECKED_FILES)
@@ -178,7 +179,7 @@ def check_headers(parts: Sequence[LabelledFiles]) -> None:
             break
     if broken:
         files = f"{len(broken):,} of {checked:,} image files that were checked can't be read: {first_of(broken)}"
-        raise Refusal(f"{files}: repair or remove {'it' if len(broken) == 1 else 'them'}, or {SKIP}")
+        raise UserError(f"{files}: repair or remove {'it' if len(broken) == 1 else 'them'}, or {SKIP}")
 
 
 def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], str]:
@@ -189,16 +190,16 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
     with ThreadPoolExecutor(cores()) as pool:
         whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
-    text = f"{counted(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"
+    text = f"{plural(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"
     borders = np.cumsum([len(part) for part in parts])[:-1]
-    text = text if broken else f"all {counted(len(paths), 'file')} can be decoded"
+    text = text if broken else f"all {plural(len(paths), 'file')} can be decoded"
     return [np.flatnonzero(part) for part in np.split(whole, borders)], text
 
 
 def _can_be_decoded(path: Path, mode: str) -> bool:
     try:
         decode(path, None, mode)
-    except Refusal:
+    except UserError:
         return False
     return True
 

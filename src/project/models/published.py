@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import counted
-from lockstep.run.weights import begin, fill, told
+from lockstep.checkpoint.weights import begin, fill, told
+from lockstep.text import plural
 from project.models.classifier import ImageClassifier
 
 LOG = logging.getLogger("lockstep")
@@ -26,7 +26,7 @@ class Published(ImageClassifier):
         arch: its name there.
         smallest_piece: samples of the smallest piece that is trained on; a net whose BatchNorm needs more is refused.
         pretrained: start from the library's ImageNet weights; what does not fit (other classes) starts fresh.
-        weights: a file to start from instead; see `lockstep.run.weights`.
+        weights: a file to start from instead; see `lockstep.checkpoint.weights`.
         options: further arguments of the architecture, `{dropout: 0.2}`.
     """
 
@@ -155,7 +155,7 @@ def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
     names = list(known)
     if arch not in names:
         near = difflib.get_close_matches(str(arch), names, n=3)
-        hint = f"did you mean {', '.join(near)}?" if near else f"it has {counted(len(names), 'net')}, as {names[0]}"
+        hint = f"did you mean {', '.join(near)}?" if near else f"it has {plural(len(names), 'net')}, as {names[0]}"
         raise ValueError(f"arch={arch}: {library} has no such classifier; {hint}")
 
 

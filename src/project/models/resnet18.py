@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.run.weights import fill
+from lockstep.checkpoint.weights import fill
 from project.models.classifier import ImageClassifier
 from project.models.published import downloaded
 

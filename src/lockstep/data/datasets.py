@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from lockstep.arithmetic.layout import Layout, Refusal
+from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, hash64
-from lockstep.loading.augment import Augment
+from lockstep.data.augment import Augment
+from lockstep.errors import UserError
 
 Ids = NDArray[np.int64]
 
@@ -109,7 +110,7 @@ class Splits:
         can't tell its labels without making samples, or has labels that are no numbers of its classes."""
         try:
             labels = labels_of(self.train)
-        except Refusal:
+        except UserError:
             return None
         if labels.min() < 0 or labels.max() >= self.spec.num_classes:
             return None
@@ -172,13 +173,13 @@ def labels_of(dataset: Any) -> Ids:
     """The labels of all samples, [n], without making one: its `labels` or `targets`.
 
     Raises:
-        Refusal: it has neither, or they are not one whole number for each sample.
+        UserError: it has neither, or they are not one whole number for each sample.
     """
     if type(dataset) is Subset:
         return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
     found = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
     if found.shape != (len(dataset),) or found.dtype.kind not in "iu":
-        raise Refusal(
+        raise UserError(
             f"data: a {type(dataset).__name__} can't say its labels; give it an attribute labels or targets, a whole "
             "number for each sample"
         )
@@ -222,7 +223,7 @@ def _collated(dataset: Any, items: list[Any]) -> Any:
         item = items[0]
         parts = item if isinstance(item, tuple | list) else [item]
         kinds = ", ".join(type(part).__module__.partition(".")[0] + "." + type(part).__name__ for part in parts)
-        raise Refusal(
+        raise UserError(
             f"data: an item of {type(dataset).__name__} is ({kinds.replace('builtins.', '')}): must be (image, label), "
             "the image a uint8 or float tensor [C, H, W]; torchvision.transforms.v2.PILToTensor() makes it of a PIL one"
         ) from error

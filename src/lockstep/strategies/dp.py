@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map, tree_map_only
 
-from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
 from lockstep.step.batch_norm import statistics
-from lockstep.step.strategies.single import PieceStrategy, seed_device, twin
+from lockstep.strategies.base import PieceStrategy, seed_device, twin
+from lockstep.text import join_names
 
 UNTOLD = ("running_mean", "running_var")  # torch's kernels change these without a new version
 
@@ -57,7 +58,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         finally:
             self._micro_batch = None
         if not self._scattered:
-            raise Refusal("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
+            raise UserError("strategy=dp scatters forward(): training_step must call self(x), not a layer of its own")
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self._computing
@@ -74,14 +75,16 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         return [[found[name].to(self.root_device) for name in names] for found in self._buffers]
 
     def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
-        """Raises Refusal if the loss depends on a parameter in another way too, of which no piece has a part."""
+        """Raises UserError if the loss depends on a parameter in another way too, of which no piece has a part."""
         if not self.exact:
             return super().piece_gradients(parameters)
         module: Any = self.lightning_module
         past = [name for name, p in module.named_parameters() if p.grad is not None and bool(p.grad.any())]
         if past:
             why = "where gradients of single pieces can't be told apart: use it inside, or strategy=ddp"
-            raise Refusal(f"strategy=dp exact=true: training_step uses {listed(past)} outside of forward(), {why}")
+            raise UserError(
+                f"strategy=dp exact=true: training_step uses {join_names(past)} outside of forward(), {why}"
+            )
         names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         found = [[leaves[name].grad for name in names] for leaves in self._leaves]
         return tree_map_only(Tensor, lambda gradient: gradient.to(self.root_device), found)
@@ -90,7 +93,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         """The module's `forward` of the micro-batch under way, each piece on its device; gathered on the first one."""
         micro_batch, seeds = self._micro_batch
         if self._scattered:  # pieces would begin anew: the same dropout, and statistics that count twice
-            raise Refusal("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
+            raise UserError("strategy=dp: training_step calls forward() more than once; strategy=ddp lets it")
         self._scattered = True
         module: Any = self.lightning_module
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
@@ -141,11 +144,11 @@ def _gather(outputs: list[Any], device: torch.device) -> Any:
 
     def join(*parts: Any) -> Tensor:
         if not isinstance(parts[0], Tensor):
-            raise Refusal(f"strategy=dp can't gather a {type(parts[0]).__name__} from pieces: return tensors")
+            raise UserError(f"strategy=dp can't gather a {type(parts[0]).__name__} from pieces: return tensors")
         if len(parts) == 1:
             return parts[0].to(device)
         if not parts[0].dim():
-            raise Refusal("strategy=dp: forward() returned one number for a whole piece: return something per sample")
+            raise UserError("strategy=dp: forward() returned one number for a whole piece: return something per sample")
         return torch.cat([part.to(device) for part in parts])
 
     return tree_map(join, *outputs)

@@ -10,16 +10,16 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.layout import Refusal
 from lockstep.arithmetic.order import hash64
+from lockstep.config.checks import checker
+from lockstep.config.instantiate import instantiate
+from lockstep.config.schema import Data
+from lockstep.data.augment import Augment
+from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
+from lockstep.data.lightning_data import source_of
+from lockstep.data.transforms import image_of, moments, transformed
+from lockstep.errors import UserError
 from lockstep.launch.own_thread import in_own_thread
-from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
-from lockstep.loading.lightning_data import source_of
-from lockstep.loading.transforms import image_of, moments, transformed
-from lockstep.run.checks import checker
-from lockstep.run.instantiate import instantiate
-from lockstep.run.schema import Data
 
 check_data = checker(Data)
 
@@ -36,7 +36,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
             that splits by itself takes `val_fraction` and `split_seed`.
 
     Raises:
-        Refusal: missing, incomplete or damaged data, or an option out of range.
+        UserError: missing, incomplete or damaged data, or an option out of range.
     """
     options = dict(check_data("data", config))
     held, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
@@ -48,11 +48,11 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         source = source_of(source, split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        right = "a lockstep.loading.Source or a LightningDataModule"
+        right = "a lockstep.data.Source or a LightningDataModule"
         wrong = f"data._target_={config['_target_']}: must return {right}, not {made}"
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-            raise Refusal(f"{wrong}: docs/own.md shows a function that does")
-        raise Refusal(
+            raise UserError(f"{wrong}: docs/own.md shows a function that does")
+        raise UserError(
             f"{wrong}: name a function of yours (docs/own.md) with the lines: train = {made}(...); test = {made}(...); "
             "return Source(train, test, Spec(channels, image_size, classes))"
         )
@@ -62,7 +62,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         train, val = hold_out(source.train, held, split_seed, source.held_out)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
-            raise Refusal(f"data={config.get('name')}: there is no {name} image")
+            raise UserError(f"data={config.get('name')}: there is no {name} image")
     if sampling:
         labels_of(train)  # refused here, where it can't say them
     parts = [fingerprint(part) for part in (train, val, source.test) if part is not None]
@@ -73,7 +73,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     splits = replace(splits, mix=mixing(mix, alpha, splits))
     if augment.crop >= splits.spec.image_size:
         size = f"the images' {splits.spec.image_size} pixels"
-        raise Refusal(f"data.augment.crop={augment.crop}: must be less than {size}")
+        raise UserError(f"data.augment.crop={augment.crop}: must be less than {size}")
     return splits
 
 
@@ -89,7 +89,7 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     the images that come out.
 
     Raises:
-        Refusal: one can't be made, or applied; or images that come out differ in their size.
+        UserError: one can't be made, or applied; or images that come out differ in their size.
     """
     made = {part: make_transforms(part, listed, splits.spec) for part in ("train", "eval")}
     if not any(made.values()):
@@ -102,20 +102,20 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
     for name, image in images.items():
         if image.shape != shape:
             sizes = [" x ".join(map(str, each)) for each in (image.shape, shape)]
-            raise Refusal(f"{keys[name]}: gives images of {sizes[0]}, data.transforms.train of {sizes[1]}")
+            raise UserError(f"{keys[name]}: gives images of {sizes[0]}, data.transforms.train of {sizes[1]}")
     if len(shape) != 3 or shape[1] != shape[2]:
-        raise Refusal(f"data.transforms: gives images of {' x '.join(map(str, shape))}; they must be square")
+        raise UserError(f"data.transforms: gives images of {' x '.join(map(str, shape))}; they must be square")
     kinds = {image.is_floating_point(): keys[name] for name, image in images.items()}
     if len(kinds) > 1:
-        raise Refusal(
+        raise UserError(
             f"{kinds[True]}: gives floats, {kinds[False]} uint8: give both the same ConvertImageDtype, Normalize"
         )
     floats = {moments(made[parts[name]]) for name, image in images.items() if image.is_floating_point()}
     if len(floats) > 1:
-        raise Refusal("data.transforms: training and evaluation must normalise alike")
+        raise UserError("data.transforms: training and evaluation must normalise alike")
     mean, std = floats.pop() if floats else (splits.spec.mean, splits.spec.std)
     if not {len(mean), len(std)} <= {1, shape[0]}:
-        raise Refusal(f"data.transforms: gives {shape[0]} channels, and there are means of {len(mean)}")
+        raise UserError(f"data.transforms: gives {shape[0]} channels, and there are means of {len(mean)}")
     mean, std = mean * (shape[0] // len(mean)), std * (shape[0] // len(std))
     spec = replace(splits.spec, channels=shape[0], image_size=shape[1], mean=mean, std=std)
     return replace(splits, **sets, spec=spec)
@@ -135,7 +135,7 @@ def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
     shape, wanted = tuple(found[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
     if shape != wanted:
         sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
-        raise Refusal(f"data.transforms.eval: gives {sizes[0]} of these images, and the model takes {sizes[1]}")
+        raise UserError(f"data.transforms.eval: gives {sizes[0]} of these images, and the model takes {sizes[1]}")
     return found
 
 
@@ -143,18 +143,18 @@ def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
     """torchvision's MixUp or CutMix for the classes of a data set; None where none is named."""
     if name is None:
         if alpha is not None:
-            raise Refusal(f"data.mix_alpha={alpha:g}: nothing is mixed; give data.mix=mixup or cutmix too")
+            raise UserError(f"data.mix_alpha={alpha:g}: nothing is mixed; give data.mix=mixup or cutmix too")
         return None
     sample = fetch(splits.train, np.zeros(1, dtype=np.int64))
     image, label = sample if isinstance(sample, tuple | list) and len(sample) == 2 else (None, None)
     if not (isinstance(image, Tensor) and isinstance(label, Tensor) and (image.ndim, label.ndim) == (4, 1)):
-        raise Refusal(f"data.mix={name}: mixes images [n, C, H, W] with one label each, and this data set has others")
+        raise UserError(f"data.mix={name}: mixes images [n, C, H, W] with one label each, and this data set has others")
     from torchvision.transforms import v2
 
     try:
         return {"mixup": v2.MixUp, "cutmix": v2.CutMix}[name](alpha=alpha or 1.0, num_classes=splits.spec.num_classes)
     except ValueError:
-        raise Refusal(f"data.mix_alpha={alpha:g}: there is no beta distribution of it; 0.2, say") from None
+        raise UserError(f"data.mix_alpha={alpha:g}: there is no beta distribution of it; 0.2, say") from None
 
 
 def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None) -> tuple[Any, Any]:
@@ -171,10 +171,10 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
     by_hash = np.argsort(hash64(seed, 0x5B117, np.arange(samples)), kind="stable")
     held = max(1, round(fraction * samples))
     if held >= samples:
-        raise Refusal(f"data.val_fraction={fraction:g}: of {samples} training images none would be left")
+        raise UserError(f"data.val_fraction={fraction:g}: of {samples} training images none would be left")
     if as_evaluated is None:
         as_evaluated = dataset
     if len(as_evaluated) != samples:
-        raise Refusal(f"data: the Source's held_out has {len(as_evaluated)} samples, its train {samples}")
+        raise UserError(f"data: the Source's held_out has {len(as_evaluated)} samples, its train {samples}")
     kept, taken = np.sort(by_hash[held:]), np.sort(by_hash[:held])
     return Subset(dataset, kept), Subset(as_evaluated, taken)  # type: ignore[arg-type]

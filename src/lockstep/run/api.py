@@ -15,14 +15,15 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from lockstep import began
-from lockstep.arithmetic.layout import Refusal
+from lockstep.checkpoint import resume
+from lockstep.config.arguments import keyed
+from lockstep.config.checks import ROOT, show
+from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import STARTED, environment, export, external_workers
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
-from lockstep.run import cli, resume, supervisor
-from lockstep.run.arguments import keyed
-from lockstep.run.checks import ROOT, show
+from lockstep.run import cli, supervisor
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
 PROGRAM = "from lockstep.run import library; library._run()"
@@ -42,24 +43,24 @@ class Composed(dict[str, Any]):
         super().__setattr__("overrides", overrides)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise Refusal(f'config.{name}: a config does not change after compose(): compose("{name}={show(value)}")')
+        raise UserError(f'config.{name}: a config does not change after compose(): compose("{name}={show(value)}")')
 
 
 def compose(*overrides: str) -> Composed:
     """The config that `python src/train.py <overrides>` trains with.
 
     Raises:
-        Refusal: an override that does not fit conf/.
+        UserError: an override that does not fit conf/.
     """
     try:
         task = resume.overrides(keyed(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task)
         return Composed(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), overrides)
-    except Refusal:
+    except UserError:
         raise
     except cli.BAD_INPUT as error:
-        raise Refusal(cli.line(error)) from None
+        raise UserError(cli.line(error)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:
@@ -67,16 +68,16 @@ def train(config: Composed) -> dict[str, Any]:
     in the run's folder holds, and `folder`. The calling process may have computed before, on a GPU too.
 
     Raises:
-        Refusal: bad input; nothing was started, or kept.
+        UserError: bad input; nothing was started, or kept.
         lockstep.launch.agent.WorkerFailed: the run failed.
         KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
     """
     environment.cache_clear()  # a process group may have been made since
     if not isinstance(config, Composed):
-        raise Refusal("train() takes what compose() returns")
+        raise UserError("train() takes what compose() returns")
     now = compose(*config.overrides)
     if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
-        raise Refusal(f"{changed[0]} was changed after compose(): give it there, as on the command line")
+        raise UserError(f"{changed[0]} was changed after compose(): give it there, as on the command line")
     if external_workers():
         return _train_in_place(config)
     answers, answer = Pipe(duplex=False)
@@ -121,7 +122,7 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
 def _raise_for(code: int, line: str) -> None:
     """Raise what an exit code of the command stands for; `line` is the one that it ends with."""
     if code == cli.REFUSED:
-        raise Refusal(line.removeprefix("error: "))
+        raise UserError(line.removeprefix("error: "))
     if code > 128:
         raise KeyboardInterrupt(line)
     if code:

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import ROOT
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
 
 EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # classes of Lightning's that need a package beside it
 
@@ -30,17 +30,17 @@ def named(key: str, value: Any) -> Iterable[tuple[str, str]]:
 def check_target(key: str, target: str) -> None:
     """Refuses a target that is no dotted path, or of which there is no package. Nothing is imported."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
-        raise Refusal(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
+        raise UserError(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
     package = target.split(".")[0]
     try:
         found = importlib.util.find_spec(package)
     except ValueError:  # __main__, say, which is the program itself
         found = None
     if found is None:
-        raise Refusal(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
+        raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
     extra = EXTRAS.get(target.rpartition(".")[2])
     if extra and importlib.util.find_spec(extra) is None:
-        raise Refusal(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
+        raise UserError(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
 
 
 def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:
@@ -55,7 +55,7 @@ def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> No
     allowed = {target for part in parts for _, target in named(group, part)}
     for key, target in found:
         if target not in allowed:
-            raise Refusal(
+            raise UserError(
                 f"{path}: its {key} is {target}, which no file of conf/{group} names: if you know where this "
                 f"checkpoint comes from, name it there, or give +{key}={target}"
             )

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import Refusal, listed
-from lockstep.callbacks.checkpoint_io import CheckpointError, fault, file_of_rank_zero, plain
+from lockstep.checkpoint.io import CheckpointError, fault, file_of_rank_zero, plain
+from lockstep.errors import UserError
 from lockstep.launch import process_group
+from lockstep.text import join_names
 
 Tensors: TypeAlias = dict[str, Tensor]
 NAMED = 6  # tensors that a message names
@@ -95,13 +96,13 @@ def begin(
         adapt: what is done to the tensors before.
 
     Raises:
-        Refusal: they can't be read, or nothing fits.
+        UserError: they can't be read, or nothing fits.
     """
     found = read(key, path, together)
     left = fill(module, adapt(found) if adapt else found)
     own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     if not any(value.ndim > 1 for name, value in own.items() if name not in left):
-        raise Refusal(f"{key}={path}: none of its weights fits this model's, {listed(left)}, by name and shape")
+        raise UserError(f"{key}={path}: none of its weights fits this model's, {join_names(left)}, by name and shape")
     return Begun(told(key, len(own), left), left)
 
 
@@ -116,14 +117,14 @@ def refuse_frozen(
         freeze, unfrozen: patterns of the names of parameters that are frozen, and that a callback unfreezes later.
 
     Raises:
-        Refusal: there are such.
+        UserError: there are such.
     """
     new = set(fresh)
     held = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
     held = [name for name in held if _matches(name, freeze) and not _matches(name, unfrozen)]
     if held:
         right = "leave them out of model.freeze, or give callbacks=unfreeze"
-        raise Refusal(f"{key}: has no {listed(held, NAMED)}, and model.freeze would keep them random: {right}")
+        raise UserError(f"{key}: has no {join_names(held, NAMED)}, and model.freeze would keep them random: {right}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -154,7 +155,7 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
 
 def told(key: str, own: int, left: Sequence[str]) -> str:
     """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
-    return f"{key}: {own - len(left)} of {own} tensors" + f"; not {listed(left, NAMED)}" * bool(left)
+    return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
 
 
 def _fault(path: Path) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import ArrayDataset, Ids, Splits, base
+from lockstep.data.datasets import ArrayDataset, Ids, Splits, base
+from lockstep.errors import UserError
 
 PART = 4  # auto: the sets take a quarter of the free memory at most, the step needs the rest
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
         free: bytes that may be used on the device.
 
     Raises:
-        Refusal: true, and nothing is in memory, or it does not fit.
+        UserError: true, and nothing is in memory, or it does not fit.
     """
     if choice is False:
         return splits
@@ -48,9 +48,9 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     held = {id(base(part)): base(part) for part in parts.values() if type(base(part)) is ArrayDataset}
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in held.values())
     if choice is True and not held:
-        raise Refusal("resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
+        raise UserError("resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
     if choice is True and size > free:
-        raise Refusal(
+        raise UserError(
             f"resident=true: the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free; resident=auto"
         )
     if choice == "auto" and size > free / PART:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from lockstep.launch.atomic import same_file
+from lockstep.files import same_file
 
 
 def steps_kept(folder: Path) -> dict[int, Path]:

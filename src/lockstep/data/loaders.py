@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
-from lockstep.loading.augment import Augment
-from lockstep.loading.datasets import ArrayDataset, Ids, base, fetch
-from lockstep.loading.resident import Resident
+from lockstep.data.augment import Augment
+from lockstep.data.datasets import ArrayDataset, Ids, base, fetch
+from lockstep.data.on_device import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.familiar import no_such_key
+from lockstep.config.familiar import no_such_key
+from lockstep.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
 
@@ -52,7 +52,7 @@ Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_n
 def checker(kind: Any) -> Check:
     """A function of a key and its value that returns the value as `kind`, which is anything that pydantic validates.
 
-    Its Refusal names the key, below it the one that is wrong, and what would be right.
+    Its UserError names the key, below it the one that is wrong, and what would be right.
     """
 
     @cache  # built when it is first asked
@@ -66,7 +66,7 @@ def checker(kind: Any) -> Check:
             schema = adapter().json_schema()
             groups = [schema, *schema.get("$defs", {}).values()]
             known = {name for group in groups for name in group.get("properties", ())}
-            raise Refusal(_told(key, value, error.errors(include_url=False, include_context=False), known)) from None
+            raise UserError(_told(key, value, error.errors(include_url=False, include_context=False), known)) from None
 
     return check
 

@@ -12,9 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn import Module, Parameter
 
-from lockstep.arithmetic.layout import Refusal, listed
+from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
-from lockstep.step.strategies.single import PieceStrategy
+from lockstep.strategies.base import PieceStrategy
+from lockstep.text import join_names
 
 
 class SettledDDP(nn.parallel.DistributedDataParallel):
@@ -97,7 +98,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         """The backward pass inside sums over all processes; it is a step's `first`, or adds to what others have left.
 
         Raises:
-            Refusal: it has left a gradient as it was. One that it reached has been added to, and lies in a bucket.
+            UserError: it has left a gradient as it was. One that it reached has been added to, and lies in a bucket.
         """
         before = [None if first else _state(p.grad) for p in self._parameters]
         self._syncs = True
@@ -107,9 +108,9 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._syncs = False
         pairs = zip(self._parameters, before, strict=True)
         if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
-            names = listed(name for name, p in self._module.named_parameters() if id(p) in missing)
+            names = join_names(name for name, p in self._module.named_parameters() if id(p) in missing)
             why = "and DDP waits for it: use it in every training_step, or freeze it by requires_grad_(False)"
-            raise Refusal(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
+            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
@@ -168,7 +169,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         if self._inside:
             why = "other ranks may have fewer pieces, and a step would be another one on each layout"
             instead = "return a number beside the loss, and its mean over all samples is measured"
-            raise Refusal(f"strategy=ddp: training_step can't {what}: {why}; {instead}")
+            raise UserError(f"strategy=ddp: training_step can't {what}: {why}; {instead}")
 
     @property
     def _module(self) -> Any:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.callbacks.checkpoint_io import broadcast_bytes, bytes_of, fault
-from lockstep.launch.atomic import replacing
+from lockstep.checkpoint.io import broadcast_bytes, bytes_of, fault
+from lockstep.files import replacing
 from lockstep.launch.process_group import of_ranks
 
 

@@ -12,11 +12,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.checkpoint_io import weights_in_use
-from lockstep.callbacks.meter import aside
-from lockstep.launch.atomic import same_file
+from lockstep.checkpoint.io import weights_in_use
+from lockstep.errors import UserError
+from lockstep.files import same_file
 from lockstep.step.loop import validates
+from lockstep.step.untimed import untimed
 
 log = logging.getLogger("lockstep")
 
@@ -51,7 +51,7 @@ class Checkpoint(LightningCheckpoint):
         record: dict[str, Any] | None = None,
     ) -> None:
         if mode not in ("max", "min"):
-            raise Refusal(f"callbacks.checkpoint.mode={mode}: must be max or min")
+            raise UserError(f"callbacks.checkpoint.mode={mode}: must be max or min")
         self.best_score: float | None = None
         self.seconds = 0.0
         self.saved = -1
@@ -81,7 +81,7 @@ class Checkpoint(LightningCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. To be called on all ranks, between two optimizer steps."""
         start = time.perf_counter()
-        with aside(trainer):
+        with untimed(trainer):
             trainer.save_checkpoint(self._last, weights_only=False)
         self.seconds += time.perf_counter() - start
         self.saved = trainer.global_step
@@ -116,7 +116,7 @@ class Checkpoint(LightningCheckpoint):
         self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
-            raise Refusal(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
+            raise UserError(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._unapplied:  # of a run that was stopped early; by now they are applied

@@ -12,14 +12,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.arithmetic.layout import Refusal
+from lockstep.config import checks
+from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
+from lockstep.files import replacing, same_file
+from lockstep.launch import slurm
 from lockstep.launch.agreement import agree
-from lockstep.launch.atomic import replacing, same_file
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import of_ranks
-from lockstep.run import checks, slurm
-from lockstep.run.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
-from lockstep.run.checks import ROOT
 
 MULTIRUN = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
@@ -34,25 +35,31 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         arguments: `sys.argv[1:]`.
 
     Raises:
-        Refusal: there is nothing to resume, or the program is another one than train.py.
+        UserError: there is nothing to resume, or the program is another one than train.py.
     """
     flags, task = separated(arguments)
     for name in ("resume", "init_from"):
         if f"{name}=" in task:
-            raise Refusal(f"{name}: is empty; {name}=null for none")
+            raise UserError(f"{name}: is empty; {name}=null for none")
     run, given = _taken("resume", task)
     if run is None:
         return _weights_named(arguments, given, flags, config_name)
     if any(key(override) == "init_from" for override in given):
-        raise Refusal(f"resume={run}: goes on with a run's own weights, and init_from begins a new run; leave one out")
+        raise UserError(
+            f"resume={run}: goes on with a run's own weights, and init_from begins a new run; leave one out"
+        )
     if config_name != "train":
-        raise Refusal(f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint=")
+        raise UserError(
+            f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
+        )
 
     def found() -> tuple[list[str], str, float]:
         checkpoint = _find(run, given, flags, config_name)
         folder = checkpoint.parent.parent
         if not (folder / ".hydra" / "overrides.yaml").exists():
-            raise Refusal(f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside")
+            raise UserError(
+                f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside"
+            )
         return _together(folder, given, flags), str(checkpoint), checkpoint.stat().st_mtime
 
     saved, checkpoint = _newest_of_ranks(found)
@@ -64,16 +71,16 @@ def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple
     """What `found` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
 
     Raises:
-        Refusal: rank zero's; no rank finds anything.
+        UserError: rank zero's; no rank finds anything.
     """
     try:
         mine: Any = found()
-    except Refusal as refusal:
+    except UserError as refusal:
         mine = str(refusal)
     everywhere = of_ranks(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
-        raise Refusal(everywhere[0])
+        raise UserError(everywhere[0])
     saved, checkpoint, _ = max(usable, key=lambda each: each[2])
     return saved, checkpoint
 
@@ -105,7 +112,7 @@ def sweep_overrides(arguments: Sequence[str]) -> list[str]:
     given now, and its folder.
 
     Raises:
-        Refusal: it is no sweep's folder, or what is given now would list other jobs.
+        UserError: it is no sweep's folder, or what is given now would list other jobs.
     """
     flags, task = separated(arguments)
     sweep, given = _taken("sweep.resume", task)
@@ -114,19 +121,19 @@ def sweep_overrides(arguments: Sequence[str]) -> list[str]:
     folder = Path(sweep.strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
-        raise Refusal(f"sweep.resume={sweep}: no sweep's folder, there is no {record}")
+        raise UserError(f"sweep.resume={sweep}: no sweep's folder, there is no {record}")
     try:
         loaded = OmegaConf.load(record)
         before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        raise Refusal(f"{record}: can't be read") from error
+        raise UserError(f"{record}: can't be read") from error
     kept = {key(argument): argument for argument in map(str, before)}
     if not any(sweeps(kept[name]) for name in LENGTH & kept.keys()):
         _forget_length(kept, given)
     for argument in given:
         changed = kept.get(key(argument), argument)
         if sweeps(argument) or sweeps(changed):
-            raise Refusal(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
+            raise UserError(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
         kept[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         kept.pop(name, None)
@@ -173,7 +180,7 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
     if path.is_dir():
         path = path / "checkpoints" / "last.ckpt"
     if not path.exists():
-        raise Refusal(f"resume={wanted}: there is no {path}")
+        raise UserError(f"resume={wanted}: there is no {path}")
     return path
 
 
@@ -184,11 +191,11 @@ def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
         asked: the key that is `last`, for the message.
 
     Raises:
-        Refusal: none has a checkpoint.
+        UserError: none has a checkpoint.
     """
     found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise Refusal(f"{asked}=last: no run in {runs} has a checkpoint")
+        raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
     folders = [path.parent.parent for path in found]
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
 

@@ -14,13 +14,15 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from lockstep.arithmetic import layout as layouts
-from lockstep.arithmetic.layout import Layout, Refusal, counted
+from lockstep.arithmetic.layout import Layout
+from lockstep.config.checks import checker, show
+from lockstep.config.schema import Kept, Keys, StrategyOptions
+from lockstep.config.targets import check_target, named
+from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, cores_of_each, cpu_cap, gpu_count
-from lockstep.run.checks import checker, show
-from lockstep.run.schema import Kept, Keys, StrategyOptions
-from lockstep.run.targets import check_target, named
 from lockstep.step.compiled import GRAPHS, lacking
+from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
@@ -71,7 +73,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         given: dotted keys that the user has set.
 
     Raises:
-        Refusal: the first thing that is wrong.
+        UserError: the first thing that is wrong.
     """
     given = tuple(given)
     raw = _as_started(raw, given)
@@ -80,11 +82,13 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     keys: Keys = check_keys("", raw)
     own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in given and own_lr != keys.lr:
-        raise Refusal(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
+        raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
     name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
     accelerator, devices = _devices(keys)
     if name == "dp" and external_workers() > 1:
-        raise Refusal("strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started")
+        raise UserError(
+            "strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started"
+        )
     layout = layouts.resolve(
         strategy=("ddp" if devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
         accelerator=accelerator,
@@ -122,12 +126,14 @@ def _devices(keys: Keys) -> tuple[str, int]:
     """Return the accelerator, and how many of its devices a machine uses."""
     gpus = gpu_count() if keys.accelerator != "cpu" else 0
     if keys.accelerator == "gpu" and not gpus:
-        raise Refusal("accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices")
+        raise UserError(
+            "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
+        )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
     if gpus and devices > gpus and not (environment().own_gpu and gpus == 1):
-        raise Refusal(f"devices={devices}: this machine has {counted(gpus, 'GPU')}; accelerator=cpu simulates more")
+        raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
     if not gpus and devices > cpu_cap():
-        raise Refusal(
+        raise UserError(
             f"devices={devices}: this machine's CPU carries {cpu_cap()} workers at most (4 a core, at least 8)"
         )
     return ("gpu" if gpus else "cpu"), devices
@@ -137,13 +143,13 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
     """The config with the devices and machines on which an engine has started workers; on one machine as it is.
 
     Raises:
-        Refusal: others were asked for, or several machines without an engine.
+        UserError: others were asked for, or several machines without an engine.
     """
     nodes, devices = raw.get("num_nodes", 1), raw.get("devices", 1)
     workers = external_workers()
     if not workers:
         if isinstance(nodes, int) and nodes > 1:
-            raise Refusal(
+            raise UserError(
                 f"num_nodes={nodes}: on several machines an engine starts the workers. On each machine: "
                 f"{_torchrun(nodes, devices)}"
             )
@@ -152,9 +158,9 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
     for key, count in there.items():
         asked = raw.get(key, 1)
         if asked not in (count, "auto", -1) and (asked != 1 or key in given):
-            raise Refusal(
-                f"{key}={show(raw[key])}: {environment().started_by} has started {counted(workers, 'worker')} on "
-                f"{counted(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
+            raise UserError(
+                f"{key}={show(raw[key])}: {environment().started_by} has started {plural(workers, 'worker')} on "
+                f"{plural(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
             )
     return {**raw, **there}
 
@@ -249,16 +255,16 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:
-            raise Refusal(f"{one} and {other} don't go together: {why}")
+            raise UserError(f"{one} and {other} don't go together: {why}")
     shares = keys.strategy.shares
     if shares is not None and len(shares) != layout.num_devices:
-        raise Refusal(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
+        raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
     if trains and not auto and _in_vain(layout):
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
-        same = f"{counted(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
-        raise Refusal(f"strategy.shares={list(layout.shares)}: {same}")
+        same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
+        raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
     if compiled and (reason := lacking(layout.accelerator)):
-        raise Refusal(f"{compiled} needs {reason}")
+        raise UserError(f"{compiled} needs {reason}")
 
 
 def _in_vain(layout: Layout) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
+from lockstep.data.datasets import Ids, Splits, base, labels_of
+from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
+from lockstep.data.on_device import Resident, place
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_of_each
 from lockstep.launch.signals import set_parent_death_signal
-from lockstep.loading.datasets import Ids, Splits, base, labels_of
-from lockstep.loading.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
-from lockstep.loading.resident import Resident, place
 from lockstep.step.batch import MicroBatch, StepBatch
 
 LOG = logging.getLogger("lockstep")
@@ -30,13 +30,13 @@ class DataModule(pl.LightningDataModule):
     """Training batches are `StepBatch`s, evaluation batches plain `(x, y)`.
 
     Args:
-        splits: the opened data (`lockstep.run.opening.open_data`).
+        splits: the opened data (`lockstep.data.build.open_data`).
         layout: who computes which piece.
         seed: the run's seed; order and augmentation follow from it.
         rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
             over its processes, 1 to 8.
-        resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.loading.resident`.
+        resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.data.on_device`.
         budget: bytes that this process may use of the GPU; None: what is free.
         trains: whether `batch_size` was chosen for training; else for evaluation.
 

@@ -19,9 +19,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import Source, Spec, fetch, labels_of
-from lockstep.loading.transforms import moments
+from lockstep.data.datasets import Source, Spec, fetch, labels_of
+from lockstep.data.transforms import moments
+from lockstep.errors import UserError
 from lockstep.step.passes import overrides
 
 UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -52,14 +52,14 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
         split_seed: seeds what it draws meanwhile, so that each start of a run has the same split.
 
     Raises:
-        Refusal: a loader does more than to draw samples of a map-style data set, or the classes are unknown.
+        UserError: a loader does more than to draw samples of a map-style data set, or the classes are unknown.
     """
     name = type(module).__name__
     for hook in UNCALLED:
         if overrides(module, hook, pl.LightningDataModule):
-            raise Refusal(f"data: the {hook} of {name} would not be called: give it to the LightningModule")
+            raise UserError(f"data: the {hook} of {name} would not be called: give it to the LightningModule")
     if not overrides(module, "train_dataloader", pl.LightningDataModule):
-        raise Refusal(f"data: {name} has no train_dataloader")
+        raise UserError(f"data: {name} has no train_dataloader")
     sets = {"train": None, "val": None, "test": None}
     with isolate_rng(include_cuda=False):
         pl.seed_everything(split_seed, verbose=False)
@@ -81,17 +81,19 @@ def _dataset(module: pl.LightningDataModule, method: str) -> Any:
     if isinstance(loader, list | tuple) and len(loader) == 1:
         loader = loader[0]
     if not isinstance(loader, DataLoader):
-        raise Refusal(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
+        raise UserError(f"{where} returns a {type(loader).__name__}: it must be one torch DataLoader")
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        raise Refusal(f"{where} has an IterableDataset, whose samples have no number: it must be map-style")
+        raise UserError(f"{where} has an IterableDataset, whose samples have no number: it must be map-style")
     if loader.batch_size is None:
-        raise Refusal(f"{where} has a batch_sampler or no batch_size: Lockstep forms the batches; leave it out")
+        raise UserError(f"{where} has a batch_sampler or no batch_size: Lockstep forms the batches; leave it out")
     sampler = loader.sampler
     known = isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler)
     if not known or getattr(sampler, "replacement", False) or len(dataset) != _drawn(sampler):
         kind = type(sampler).__name__
-        raise Refusal(f"{where} has a {kind} of its own: an epoch has each sample once; data.sampling=balanced weighs")
+        raise UserError(
+            f"{where} has a {kind} of its own: an epoch has each sample once; data.sampling=balanced weighs"
+        )
     collate: Any = loader.collate_fn
     return dataset if collate is default_collate else Collated(dataset, collate)
 
@@ -108,7 +110,7 @@ def _spec(module: Any, train: Any) -> Spec:
         batch = fetch(train, np.zeros(1, dtype=np.int64))
     except TypeError as error:
         reason = str(error).partition("\n")[0]
-        raise Refusal(
+        raise UserError(
             f"data: samples of {type(module).__name__} make no batch ({reason}): they must be tensors"
         ) from None
     x, y = batch[:2] if isinstance(batch, tuple | list) and len(batch) >= 2 else (None, None)
@@ -131,9 +133,9 @@ def _classes(module: Any, train: Any, y: Any) -> tuple[str, ...]:
             return ("value",)
         try:
             number = int(labels_of(train).max()) + 1
-        except Refusal:
+        except UserError:
             name = type(module).__name__
-            raise Refusal(
+            raise UserError(
                 f"data: how many classes there are is unknown: give {name} an attribute num_classes"
             ) from None
     return tuple(map(str, range(number)))

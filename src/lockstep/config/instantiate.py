@@ -12,10 +12,10 @@ from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pydantic.errors import PydanticUserError
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import checker, show
-from lockstep.run.familiar import unknown
-from lockstep.run.targets import check_target
+from lockstep.config.checks import checker, show
+from lockstep.config.familiar import unknown
+from lockstep.config.targets import check_target
+from lockstep.errors import UserError
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
 OF_HYDRA = {"_target_", "_partial_"}
@@ -32,7 +32,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
             and texts are offered to nested targets too, and are what `later:<name>` stands for.
 
     Raises:
-        Refusal: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
+        UserError: the target is missing, can't be called so, or refuses its arguments with a ValueError or TypeError.
     """
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = _completed(key, config, numbers)
@@ -41,7 +41,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     try:
         made = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
-        raise Refusal(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
+        raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
     if target.__module__.startswith(HOLD):
         _must_be_of_its_type(key, target, made)
     takes = parameters(target)
@@ -56,18 +56,18 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
         return make(*args)
     except (ValueError, MisconfigurationException) as error:
         option = str(error).partition("=")[0]
-        raise Refusal(f"{key}.{error}" if option in given else f"{key}: {error}") from error
+        raise UserError(f"{key}.{error}" if option in given else f"{key}: {error}") from error
     except TypeError as error:
         _must_be_of_its_type(key, make.func, given)
         shown = ", ".join(
             f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | dict | None)
         )
-        raise Refusal(f"{key}: {name}({shown}): {error}") from error
+        raise UserError(f"{key}: {name}({shown}): {error}") from error
 
 
 def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> None:
-    """Refusal: an option that is not what its annotation says. What others annotate wrongly may work, so of them it is
-    asked only where something has gone wrong."""
+    """UserError: an option that is not what its annotation says. What others annotate wrongly may work, so of them it
+    is asked only where something has gone wrong."""
     for maker in _makers(target):
         try:
             kinds = get_type_hints(maker)
@@ -107,7 +107,7 @@ def locate(key: str, target: str) -> Any:
     """The class or function that a dotted path names, imported.
 
     Raises:
-        Refusal: there is none, or one without a signature.
+        UserError: there is none, or one without a signature.
     """
     check_target(key, target)
     module, _, attribute = target.rpartition(".")
@@ -115,15 +115,15 @@ def locate(key: str, target: str) -> Any:
         holder = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if f"{module}.".startswith(f"{error.name}."):
-            raise Refusal(f"{key}={target}: there is no module {error.name}") from None
-        raise Refusal(f"{key}={target}: {module} imports {error.name}, which is not installed") from None
+            raise UserError(f"{key}={target}: there is no module {error.name}") from None
+        raise UserError(f"{key}={target}: {module} imports {error.name}, which is not installed") from None
     if not hasattr(holder, attribute):
-        raise Refusal(f"{key}={target}: {module} has no {attribute}")
+        raise UserError(f"{key}={target}: {module} has no {attribute}")
     found = getattr(holder, attribute)
     try:
         inspect.signature(found)
     except (TypeError, ValueError):
-        raise Refusal(f"{key}={target}: can't be called with the keys of a config") from None
+        raise UserError(f"{key}={target}: can't be called with the keys of a config") from None
     return found
 
 
@@ -138,7 +138,7 @@ def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float 
     odd = [name for name in options if name not in takes | OF_HYDRA]
     if odd and not anything:
         near = unknown(odd[0], sorted(takes - set(numbers))) if len(odd) == 1 else ""
-        raise Refusal(
+        raise UserError(
             f"{', '.join(f'{key}.{name}' for name in odd)}: {target.__name__} takes no such option; "
             f"leave it out ({' '.join(f'~{key}.{name}' for name in odd)}){near and '; ' + near}"
         )
@@ -158,5 +158,5 @@ def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
         return value
     name = value.removeprefix(LATER)
     if name not in numbers:
-        raise Refusal(f"{key}={value}: {unknown(name, sorted(numbers))}")
+        raise UserError(f"{key}={value}: {unknown(name, sorted(numbers))}")
     return numbers[name]

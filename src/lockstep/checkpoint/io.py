@@ -19,16 +19,16 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.callbacks.kept import keep
-from lockstep.callbacks.untrusted import archive_fault, claim_fault
-from lockstep.launch.atomic import replacing
+from lockstep.checkpoint.retention import keep
+from lockstep.checkpoint.untrusted import archive_fault, claim_fault
+from lockstep.errors import UserError
+from lockstep.files import replacing
 from lockstep.launch.process_group import of_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
 
-class CheckpointError(Refusal):
+class CheckpointError(UserError):
     """A checkpoint that can't be used. One line: the file, and what is wrong with it."""
 
 

@@ -5,16 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.arithmetic.layout import Refusal, counted, listed
-from lockstep.callbacks import checkpoint_io
-from lockstep.callbacks.checkpoint_io import CheckpointError
-from lockstep.callbacks.kept import steps_kept
-from lockstep.launch.atomic import same_file
+from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint.io import CheckpointError
+from lockstep.checkpoint.retention import steps_kept
+from lockstep.config.check import Config
+from lockstep.config.checks import show
+from lockstep.data import Splits
+from lockstep.errors import UserError
+from lockstep.files import same_file
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.process_group import of_rank_zero
-from lockstep.loading import Splits
-from lockstep.run.checks import show
-from lockstep.run.config import Config
+from lockstep.text import join_names, plural
 
 # Options of a data set that change what is done to its samples, and not which they are.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
@@ -58,7 +59,7 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
 
     Raises:
-        Refusal: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
+        UserError: it holds the weights of another network, the state of another optimizer, a place in an epoch of other
             steps, or more steps.
     """
     sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
@@ -66,32 +67,32 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
         there, here = (side.get(name, "missing") for side in sizes)
         if there != here:
             odd = f"{name} is {there} there, and {here} in this model"
-            raise Refusal(f"{path}: made by another network: {odd}; init_from= begins a new run with what fits")
+            raise UserError(f"{path}: made by another network: {odd}; init_from= begins a new run with what fits")
     before = checkpoint.get("lockstep", {}).get("config", {})
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
     if made is not None and made != now:
-        raise Refusal(f"model._target_={now}: {path} was made by {made}")
+        raise UserError(f"model._target_={now}: {path} was made by {made}")
     optimizer, chosen = (one.get("_target_") for one in (before.get("optimizer", {}), config.optimizer))
     scaled, scales = (list(one.get("lr_scale") or ()) for one in (before.get("optimizer", {}), config.optimizer))
     if optimizer is not None and scaled != scales:
-        raise Refusal(
-            f"optimizer.lr_scale: {path} has its parameters grouped by {listed(scaled) or 'no pattern'}, not by "
-            f"{listed(scales) or 'none'}; only the factors may change"
+        raise UserError(
+            f"optimizer.lr_scale: {path} has its parameters grouped by {join_names(scaled) or 'no pattern'}, not by "
+            f"{join_names(scales) or 'none'}; only the factors may change"
         )
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     under_way = len(loops.get("epoch_loop.state_dict", {}).get("late", []))
     if optimizer is not None and optimizer != chosen:
-        raise Refusal(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
+        raise UserError(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
-        raise Refusal(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
+        raise UserError(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
     if under_way > config.late:
-        held = counted(under_way, "gradient")
-        raise Refusal(f"late={config.late}: {path} holds {held} under way; give late={under_way} or more")
+        held = plural(under_way, "gradient")
+        raise UserError(f"late={config.late}: {path} holds {held} under way; give late={under_way} or more")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-        raise Refusal(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
+        raise UserError(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
 
 
 def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
@@ -100,8 +101,8 @@ def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, sp
     change.
 
     Raises:
-        Refusal: another opener, other classes, another number of training samples; or other options, where the content
-            is another one too.
+        UserError: another opener, other classes, another number of training samples; or other options, where the
+            content is another one too.
     """
     before = recorded.get("config", {}).get("data", {})
     if not before:  # saved on a signal, by a run without the checkpoint callback
@@ -109,18 +110,18 @@ def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, sp
     other = "init_from= begins a new run with its weights"
     if before.get("_target_") != config.data.get("_target_"):
         names = [group.get("name") or group.get("_target_") for group in (config.data, before)]
-        raise Refusal(f"data={names[0]}: {path} was trained on data={names[1]}; {other}")
+        raise UserError(f"data={names[0]}: {path} was trained on data={names[1]}; {other}")
     samples, now = recorded.get("samples", len(splits.train)), len(splits.train)
     if samples != now:
-        raise Refusal(f"data: {path} counts its steps in {samples} training samples, and there are {now}; {other}")
+        raise UserError(f"data: {path} counts its steps in {samples} training samples, and there are {now}; {other}")
     if list(recorded["spec"]["classes"]) != list(splits.spec.classes):
-        raise Refusal(f"data: {path} was trained on other classes; {other}")
+        raise UserError(f"data: {path} was trained on other classes; {other}")
     options = (set(before) | set(config.data)) - CHANGEABLE
     changed = sorted(name for name in options if before.get(name) != config.data.get(name))
     if changed and recorded["fingerprint"] != splits.fingerprint:
         name = changed[0]
         was = show(before.get(name))
-        raise Refusal(f"data.{name}={show(config.data.get(name))}: {path} was trained with {was}; {other}")
+        raise UserError(f"data.{name}={show(config.data.get(name))}: {path} was trained with {was}; {other}")
 
 
 def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.loading.datasets import Ids, fetch, fingerprint, labels_of
+from lockstep.data.datasets import Ids, fetch, fingerprint, labels_of
+from lockstep.errors import UserError
 
 Moments = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 TRIED = 8  # samples, before a run begins
@@ -25,7 +25,7 @@ class Transformed:
         key: where the config names them, for messages.
 
     Raises:
-        Refusal: a transform fails, or gives images of several sizes; as does asking for such a sample.
+        UserError: a transform fails, or gives images of several sizes; as does asking for such a sample.
     """
 
     def __init__(self, dataset: Any, transforms: Sequence[Callable[[Any], Any]], key: str) -> None:
@@ -44,18 +44,18 @@ class Transformed:
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         sample = self._sample(index)
         if not isinstance(sample, tuple | list):
-            raise Refusal(f"{self.key}: the data set's samples are no (image, label)")
+            raise UserError(f"{self.key}: the data set's samples are no (image, label)")
         image, *rest = sample
         for transform in self.transforms:
             try:
                 image = transform(image)
             except Exception as error:
                 name = getattr(transform, "__name__", type(transform).__name__)
-                raise Refusal(f"{self.key}: {name}: {str(error).partition(chr(10))[0]}") from error
+                raise UserError(f"{self.key}: {name}: {str(error).partition(chr(10))[0]}") from error
         image = image.as_subclass(Tensor)
         if self._shape not in (None, image.shape):
             sizes = " and ".join(" x ".join(map(str, shape)) for shape in (self._shape, image.shape) if shape)
-            raise Refusal(
+            raise UserError(
                 f"{self.key}: gives images of {sizes}; one size for all comes from RandomResizedCrop, or Resize and "
                 "CenterCrop, of torchvision.transforms.v2"
             )

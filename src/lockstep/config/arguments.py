@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.arithmetic.layout import Refusal
-from lockstep.run.checks import ROOT, options
-from lockstep.run.familiar import no_such_key, unknown
+from lockstep.config.checks import ROOT, options
+from lockstep.config.familiar import no_such_key, unknown
+from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
 SEVERAL = {"callbacks", "logger", "experiment", "debug"}  # groups whose files add to each other
@@ -24,21 +24,21 @@ def keyed(arguments: list[str]) -> list[str]:
     """The arguments as they are.
 
     Raises:
-        Refusal: one is no flag of Hydra's, on which argparse would explain all of these; or chooses of a group what is
-            no name, which Hydra would not name, or several files where it would take the last.
+        UserError: one is no flag of Hydra's, on which argparse would explain all of these; or chooses of a group what
+            is no name, which Hydra would not name, or several files where it would take the last.
     """
     for argument in arguments:
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if isinstance(value, int | float | dict | None) or (isinstance(value, list) and match[1] not in SEVERAL):
-                raise Refusal(f"{argument}: takes one name; {unknown(str(value or None).lower(), options(match[1]))}")
+                raise UserError(f"{argument}: takes one name; {unknown(str(value or None).lower(), options(match[1]))}")
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
-            raise Refusal(f"{argument}: there is no such flag; an override has no dashes, {right}")
+            raise UserError(f"{argument}: there is no such flag; an override has no dashes, {right}")
     for override in parsed(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
-            raise Refusal(f"{override}: an override is <key>=<value>; --help lists the keys")
+            raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
     return arguments
 
 
@@ -101,7 +101,7 @@ def page(config_name: str, arguments: Sequence[str]) -> str:
         for name in names.strip("[]").split(",") if (CONF / group).is_dir() else ():
             files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
             if not files:
-                raise Refusal(no_option(group, name))
+                raise UserError(no_option(group, name))
             chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
     return "\n\n".join(chosen) or front_page(config_name)
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lockstep.arithmetic.exact import dense
-from lockstep.arithmetic.layout import Refusal
+from lockstep.arithmetic.exact_sum import dense
+from lockstep.errors import UserError
 from lockstep.step.stages import balanced, chosen, contents, parts_of
-from lockstep.step.strategies.single import PieceStrategy, T, generators, twin
+from lockstep.strategies.base import PieceStrategy, T, generators, twin
 
 LOG = logging.getLogger("lockstep")
 MEASURED = 3  # passes of which the fastest counts
@@ -88,15 +88,17 @@ class Pipeline(PieceStrategy, DDPStrategy):
         if not parts:
             needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
             wrong = f"strategy=pipeline: {kind} is no network in a row that could be cut"
-            raise Refusal(f"{wrong}: it needs {needs} (docs/pipeline.md)")
+            raise UserError(f"{wrong}: it needs {needs} (docs/pipeline.md)")
         if len(parts) < stages:
-            raise Refusal(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
+            raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
         seconds = self.broadcast(self._measured(model, parts))
         starts = chosen(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
         for rank, start, end in zip(reversed(range(stages)), [0, *starts], [*starts, len(parts)], strict=True):
             stage = nn.Sequential(*parts[start:end])
             if any(self._rank_of.get(id(parameter), rank) != rank for parameter in stage.parameters()):
-                raise Refusal(f"strategy=pipeline: stages of {kind} share a parameter; strategy.split=[...] elsewhere")
+                raise UserError(
+                    f"strategy=pipeline: stages of {kind} share a parameter; strategy.split=[...] elsewhere"
+                )
             self._rank_of |= dict.fromkeys(map(id, contents(stage)), rank)
             if rank == self.global_rank:
                 self._stage = stage
@@ -118,7 +120,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         """Seconds that each part takes for a piece.
 
         Raises:
-            Refusal: in a row they don't give what `forward` does.
+            UserError: in a row they don't give what `forward` does.
         """
         modes = [(layer, layer.training) for layer in model.modules()]
         model.eval()
@@ -140,7 +142,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         same = isinstance(wanted, Tensor) and wanted.shape == y.shape
         if why or not (same and torch.allclose(wanted, y, rtol=0, atol=0, equal_nan=True)):
             what = f"the parts of {type(model).__name__} one after the other don't give what its forward() does{why}"
-            raise Refusal(f"strategy=pipeline: {what}: stages() must return all of it, in order")
+            raise UserError(f"strategy=pipeline: {what}: stages() must return all of it, in order")
         for layer, training in modes:
             layer.training = training
         return seconds
@@ -169,19 +171,19 @@ class Pipeline(PieceStrategy, DDPStrategy):
         except _Left as left:
             return left.args[0]
         if not self._calls:
-            raise Refusal(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
+            raise UserError(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
         return found
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            raise Refusal("strategy=pipeline: forward() must get one tensor, which the first stage takes")
+            raise UserError("strategy=pipeline: forward() must get one tensor, which the first stage takes")
         if self._stage is None:  # nothing is cut yet: an example is asked for
             raise _Left(args[0])
         if self._step != "training_step":
             return self._evaluate(args[0])
         if self._calls > 1:
-            raise Refusal("strategy=pipeline: training_step calls forward() more than once; strategy=ddp lets it")
+            raise UserError("strategy=pipeline: training_step calls forward() more than once; strategy=ddp lets it")
         return self._train(args[0])
 
     def _train(self, x: Tensor) -> Tensor:
@@ -210,7 +212,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
         """Hands on a tensor, as it lies in memory, since kernels may round by that, and the state of the generators, so
         that the next stage's layers draw on from there."""
         if not tensor.is_floating_point():
-            raise Refusal(f"strategy=pipeline: a stage can't hand on {tensor.dtype}, which has no gradient")
+            raise UserError(f"strategy=pipeline: a stage can't hand on {tensor.dtype}, which has no gradient")
         once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         stored = once if dense(once) else once.contiguous()
         strides = [own and new for own, new in zip(tensor.stride(), stored.stride(), strict=True)]
@@ -326,7 +328,7 @@ class _Left(BaseException):
 
 
 def _refuse(name: str, _: Tensor) -> None:
-    raise Refusal(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
+    raise UserError(f"strategy=pipeline: training_step uses {name} outside of forward(), and another device holds it")
 
 
 def _flat(stored: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Everything about checkpoints: the file, when it is written, which is best, and going on from one."""

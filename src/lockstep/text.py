@@ -1,0 +1,21 @@
+"""Words for people: plurals, lists of names, durations. Standard library only."""
+
+from collections.abc import Iterable
+
+
+def plural(count: int, thing: str) -> str:
+    """`1 device`, `2 devices`."""
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def join_names(names: Iterable[object], most: int = 3) -> str:
+    """`a, b, c`, of more than `most` the first ones: `a, b, c, ...`."""
+    words = [str(name) for name in names]
+    return ", ".join(words[:most]) + ", ..." * (len(words) > most)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
