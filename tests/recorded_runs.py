@@ -123,8 +123,8 @@ RUNS = [
     Run("exact_dp_2", (*EXACT, *DP_2), same_as="exact_single"),
     Run("exact_accumulated", (*EXACT, *DDP_2, "pieces=null", "accumulate_grad_batches=4"), same_as="exact_single"),
     Run("exact_pipeline_2", (*EXACT, *PIPELINE_2), same_as="exact_single"),
-    Run("exact_audit_ddp_3", (*EXACT, *DDP_3, "audit=0.5"), same_as="exact_single"),
-    Run("exact_ledger_ddp_2", (*EXACT, *DDP_2, "checkpoint_every=2", "ledger=true"), same_as="exact_single"),
+    Run("exact_audit_ddp_3", (*EXACT, *DDP_3, "extras=[audit]", "extras.audit.share=0.5"), same_as="exact_single"),
+    Run("exact_ledger_ddp_2", (*EXACT, *DDP_2, "checkpoint_every=2", "extras=[ledger]"), same_as="exact_single"),
     Run("exact_resnet18_ddp_2", (*EXACT, *RESNET18, *DDP_2)),
     Run("exact_long", STRUCK),
     Run("exact_long_killed", (*STRUCK, *DDP_3), same_as="exact_long", resumed=DP_2),
@@ -142,8 +142,8 @@ RUNS = [
                            "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
                            "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=10.0")),
     Run("pipeline_2", (*PLAIN, *PIPELINE_2, "pieces=4"), same_as="accumulated"),
-    Run("late_ddp_2", (*PLAIN, *DDP_2, "late=1")),
-    Run("average_every_ddp_2", (*PLAIN, *DDP_2, "strategy.average_every=4")),
+    Run("late_ddp_2", (*PLAIN, *DDP_2, "extras=[late]", "extras.late.steps=1")),
+    Run("average_every_ddp_2", (*PLAIN, *DDP_2, "extras=[local_sgd]", "extras.local_sgd.every=4")),
     Run("own_module_ddp_2", (*OWN, *DDP_2, "+model.name=own", "+model._target_=own_modules.Mixes", "+model.lr=0.1")),
 ]  # fmt: skip
 

@@ -20,8 +20,8 @@ class Layout:
     """Who computes which piece of an optimizer step.
 
     Attributes:
-        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices) or `pipeline` (a process
-            per device, which holds a stage of the network: every piece passes all of them).
+        strategy: `single`, `ddp` (a process per device), `dp` (one process, several devices), or what a strategy that
+            is no part of the core calls itself.
         accelerator: `cpu` or `gpu`.
         devices: devices of one node.
         num_nodes: machines.
@@ -29,6 +29,7 @@ class Layout:
         pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
         exact: sums do not depend on their order.
         shares: relative number of pieces of each device, in rank order; empty: even.
+        staged: whether each device is a process that holds a stage of the network, and every piece passes all stages.
     """
 
     strategy: str
@@ -39,6 +40,7 @@ class Layout:
     pieces: int
     exact: bool = False
     shares: tuple[float, ...] = ()
+    staged: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -48,7 +50,12 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Worker processes over all nodes."""
-        return self.num_devices if self.strategy in ("ddp", "pipeline") else 1
+        return self.num_devices if self.strategy == "ddp" or self.staged else 1
+
+    @property
+    def has_group(self) -> bool:
+        """Whether its workers have a process group; ddp's single worker has one, too."""
+        return self.strategy == "ddp" or self.staged
 
     @property
     def replicas(self) -> int:
@@ -57,9 +64,9 @@ class Layout:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step; of a
-        pipeline, for each stage."""
-        if self.strategy == "pipeline":
+        """Micro-batches (forward and backward passes one after the other) of the busiest device in one step; of
+        stages, for each one."""
+        if self.staged:
             return -(-self.pieces // self.num_devices)
         return max(self.counts)
 
@@ -80,8 +87,8 @@ class Layout:
 
     def owned(self, device: int) -> range:
         """The run of neighbouring pieces that a device computes: 8 pieces on 3 devices are 3, 3 and 2. All of them pass
-        each stage of a pipeline."""
-        if self.strategy == "pipeline":
+        each stage."""
+        if self.staged:
             return range(self.pieces)
         borders = _borders(self.pieces, self.num_devices, self.shares)
         return range(borders[device], borders[device + 1])
@@ -116,7 +123,7 @@ class Layout:
         size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
         where = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
-        if self.strategy == "pipeline":
+        if self.staged:
             idle = (self.num_devices - 1) / (self.pieces + self.num_devices - 1)
             where = f"{self.num_devices} stages ({idle:.0%} idle)"
         nodes = f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
@@ -158,6 +165,7 @@ def resolve(
     accumulate_grad_batches: int | None = None,
     exact: bool = False,
     shares: tuple[float, ...] = (),
+    staged: bool = False,
     even: bool = True,
 ) -> Layout:
     """The layout that a config asks for.
@@ -182,7 +190,7 @@ def resolve(
                 f"pieces={pieces} on {plural(num_devices, 'device')} means accumulate_grad_batches={micro_batches}, "
                 f"not {accumulate_grad_batches}: leave one of the two out, or give pieces={num_devices * accumulate}"
             )
-    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares)
+    layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares, staged)
     if wanted > layout.most:
         raise UserError(f"{why}: a step is cut into {layout.most:,} pieces at most{' under exact=true' * exact}")
     if even and batch_size % wanted:

@@ -64,7 +64,7 @@ class Checkpoint(LightningCheckpoint):
         self._validated = -1  # the step after which it was done last
         self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
         self._due = False
-        self._unapplied = False  # whether what was saved last has gradients under way
+        self._unapplied = False  # whether gradients were waiting when it was saved last
 
     @property
     def best(self) -> str:
@@ -123,7 +123,8 @@ class Checkpoint(LightningCheckpoint):
             self.save(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._unapplied = bool(checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"].get("late"))
+        gradients = getattr(trainer, "gradients", None)
+        self._unapplied = gradients is not None and gradients.waiting > 0
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.files import same_file
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.process_group import of_rank_zero
-from lockstep.text import join_names, plural
+from lockstep.text import join_names
 
 # Options of a data set that change what is done to its samples, and not which they are.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
@@ -81,15 +81,10 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
         )
     size = config.layout.batch_size
     batch_size = before.get("batch_size", size)
-    loops = checkpoint.get("loops", {}).get("fit_loop", {})
-    under_way = len(loops.get("epoch_loop.state_dict", {}).get("late", []))
     if optimizer is not None and optimizer != chosen:
         raise UserError(f"optimizer._target_={chosen}: {path} holds the state of {optimizer}")
     if batch_size != size:
         raise UserError(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
-    if under_way > config.late:
-        held = plural(under_way, "gradient")
-        raise UserError(f"late={config.late}: {path} holds {held} under way; give late={under_way} or more")
     if checkpoint["global_step"] > steps:
         asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
         raise UserError(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
@@ -136,16 +131,6 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
     changed = differences(before, {**config.record, "precision": config.precision, "resume": before.get("resume")})
     if changed:
         messages.append("changed since the checkpoint: " + ", ".join(changed))
-    if config.layout.strategy == "ddp" and config.strategy.compression == "powersgd":
-        messages.append(
-            "strategy.compression=powersgd begins anew: what it has left out so far is in no checkpoint, so the run "
-            "does not end with the bits of one that was never interrupted"
-        )
-    if config.strategy.average_every:
-        messages.append(
-            "strategy.average_every: the checkpoint has rank zero's optimizer state for all, so the run does not end "
-            "with the bits of one that was never interrupted"
-        )
     if recorded["fingerprint"] != splits.fingerprint:
         messages.append("the data set is not the one that the checkpoint was trained on")
     return messages

@@ -7,7 +7,7 @@ byte in the weights would load and train. `load` looks.
 import io
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.retention import keep
 from lockstep.checkpoint.untrusted import archive_fault, claim_fault
+from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.process_group import of_rank_zero
@@ -154,14 +155,6 @@ def not_plain(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if not is_plain(value)]
 
 
-class LedgerWriter(Protocol):
-    """What is told of each checkpoint: `enter` before it is written, `append` when it is on the disk."""
-
-    def enter(self, checkpoint: dict[str, Any]) -> None: ...
-
-    def append(self) -> None: ...
-
-
 class Sender(Protocol):
     """What sends rank zero's files to ranks that keep copies: `send` on rank zero, `receive` on those."""
 
@@ -179,13 +172,15 @@ class AtomicCheckpointIO(CheckpointIO):
     the end of the Trainer's `fit`.
 
     Args:
-        ledger: rank zero's, if there is one.
+        observers: see each checkpoint, in the thread that writes it.
         number: checkpoints that are kept besides (see `keep`).
         copies: what sends files to the machines that keep copies of them, if there are any.
     """
 
-    def __init__(self, ledger: LedgerWriter | None = None, number: int = 0, copies: Sender | None = None) -> None:
-        self._ledger, self._number, self._copies = ledger, number, copies
+    def __init__(
+        self, observers: Sequence[CheckpointObserver] = (), number: int = 0, copies: Sender | None = None
+    ) -> None:
+        self._observers, self._number, self._copies = observers, number, copies
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # hyperparameters that are left out
@@ -221,15 +216,15 @@ class AtomicCheckpointIO(CheckpointIO):
     def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         written = None
         try:
-            if self._ledger is not None:
-                self._ledger.enter(checkpoint)
+            for observer in self._observers:
+                observer.before_write(checkpoint)
             save(checkpoint, path)
             written = path
         finally:
             if self._copies is not None:
                 self._copies.send(written)
-        if self._ledger is not None:
-            self._ledger.append()
+        for observer in self._observers:
+            observer.after_write()
         if self._number:
             keep(path, checkpoint["global_step"], self._number)
 

@@ -17,7 +17,7 @@ from lockstep.config.familiar import no_such_key, unknown
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
-SEVERAL = {"callbacks", "logger", "experiment", "debug"}  # groups whose files add to each other
+SEVERAL = {"callbacks", "extras", "logger", "experiment", "debug"}  # groups whose files add to each other
 
 
 def keyed(arguments: list[str]) -> list[str]:

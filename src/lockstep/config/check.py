@@ -16,12 +16,15 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
 from lockstep.config.checks import checker, show
-from lockstep.config.schema import Kept, Keys, StrategyOptions
+from lockstep.config.extras import Extra
+from lockstep.config.instantiate import instantiate
+from lockstep.config.schema import Kept, Keys
 from lockstep.config.targets import check_target, named
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.step.compiled import GRAPHS, lacking
+from lockstep.strategies import Strategy
 from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
@@ -34,7 +37,8 @@ class Config(Kept):
     Lightning's name, never `auto`."""
 
     data: dict[str, Any]
-    strategy: StrategyOptions  # what it can be told beside the layout
+    strategy: Strategy  # the choice of conf/strategy/
+    extras: dict[str, Extra]  # by name
     layout: Layout  # who computes which piece of a step
     auto_accumulate: bool  # whether the layout's number of pieces is only the first one to be tried
     trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
@@ -83,14 +87,21 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in given and own_lr != keys.lr:
         raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
-    name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
+    auto = keys.accumulate_grad_batches == "auto"
+    for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
+        for key, target in named(group, getattr(keys, group)):
+            check_target(key, target)
+    strategy = instantiate("strategy", keys.strategy)
+    if not isinstance(strategy, Strategy):
+        raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
     accelerator, devices = _devices(keys)
+    name = strategy.name_on(devices * keys.num_nodes)
     if name == "dp" and external_workers() > 1:
         raise UserError(
             "strategy=dp is one process on one machine: strategy=ddp uses the workers that an engine started"
         )
     layout = layouts.resolve(
-        strategy=("ddp" if devices * keys.num_nodes > 1 else "single") if name == "auto" else name,
+        strategy=name,
         accelerator=accelerator,
         devices=devices,
         num_nodes=keys.num_nodes,
@@ -98,21 +109,20 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         pieces=keys.pieces,
         accumulate_grad_batches=None if keys.accumulate_grad_batches == "auto" else keys.accumulate_grad_batches,
         exact=keys.exact,
-        shares=keys.strategy.shares or (),
+        shares=strategy.shares,
+        staged=strategy.staged,
         even=trains,
     )
     _check_pairs(keys, layout, trains)
-    for group in ("model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in named(group, getattr(keys, group)):
-            check_target(key, target)
     kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
-    options = {field.name: getattr(keys.strategy, field.name) for field in fields(StrategyOptions)}
     if keys.precision == "auto":
         kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
-    return Config(
+    extras = {name: instantiate(f"extras.{name}", options) for name, options in keys.extras.items() if options}
+    config = Config(
         **kept,
         data=dict(keys.data),
-        strategy=StrategyOptions(**options),
+        strategy=strategy,
+        extras=extras,
         layout=layout,
         auto_accumulate=auto,
         trains=trains,
@@ -120,6 +130,11 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
         given=given,
     )
+    rules = [*strategy.conflicts(config)]
+    rules += [(extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config)]
+    for one, other, why in rules:
+        raise UserError(f"{one} and {other} don't go together: {why}")
+    return config
 
 
 def _devices(keys: Keys) -> tuple[str, int]:
@@ -179,14 +194,9 @@ def _torchrun(nodes: int, devices: Any) -> str:
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
     exact = "exact=true" * keys.exact
-    audit = f"audit={keys.audit:g}" * (keys.audit > 0)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     precision = f"precision={keys.precision}"
-    sync = "strategy.sync_batchnorm=true" * keys.strategy.sync_batchnorm
-    compression = f"strategy.compression={keys.strategy.compression}" * (keys.strategy.compression != "none")
-    average = f"strategy.average_every={keys.strategy.average_every}" * (keys.strategy.average_every is not None)
-    late = f"late={keys.late}" * (keys.late > 0)
     compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
     graphs = compiled * (keys.compile in GRAPHS)
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
@@ -195,36 +205,11 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
-    ledger = "ledger=true" * keys.ledger
-    saves = any("Checkpoint" in str(options) for options in keys.callbacks.values())
-    uneven = f"pieces={layout.pieces}" * (layout.pieces % layout.num_devices > 0)
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
-    pipeline = "strategy=pipeline" * (layout.strategy == "pipeline")
-    no_pipeline = f"strategy={layout.strategy}" * (not pipeline)
-    only_ddp = "torch has it for ddp on GPUs only; model.norm=group needs no syncing"
     for one, other, why in (
         (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
-        (sync, cpu or no_ddp, only_ddp),
-        (sync, exact, "pieces would depend on each other"),
-        (sync, "strategy.shares" * (keys.strategy.shares is not None), "devices must compute as many pieces each"),
-        (sync, uneven, f"the {layout.num_devices} devices must divide them"),
-        (sync, compiled, "ranks wait for each other inside a network"),
-        (sync, auto, "ranks wait for each other inside a piece"),
-        (sync, "elastic=true" * keys.elastic, "fewer devices would not have as many pieces each; max_restarts=1"),
-        (compression, no_ddp, "only ddp sends gradients"),
-        (compression, exact, "it rounds gradients"),
-        (compression, precision * keys.precision.startswith("64"), "torch compresses float32 gradients only"),
-        (compression, auto, "auto sends gradients itself"),
-        (average, no_ddp, "only ddp's processes have weights of their own; strategy=ddp"),
-        (average, exact, "the result depends on the number of devices"),
-        (average, late or compression, "no gradient is sent"),
-        (average or late, "nonfinite=skip" * (keys.nonfinite == "skip"), "other steps have built on it by then"),
-        (average or late, precision * (keys.precision == "16-mixed"), "its loss scale is one for all; bf16-mixed"),
-        (late, compression, "a late gradient is sent by itself, and not by DDP, which compresses"),
-        (late, graphs, "a CUDA graph overwrites the gradients of the step before; compile=true"),
-        (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
         (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
@@ -234,30 +219,17 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
         (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
-        ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
-        (audit, "exact=false" * (not exact), "no two devices would have the same bits; exact=true"),
-        (audit, pipeline, "every piece passes all devices, none is another one; strategy=ddp"),
-        (audit, graphs, "a CUDA graph overwrites the gradients of the piece before; compile=true"),
-        (pipeline, "devices=1" * (layout.num_devices == 1), "a stage needs a device of its own; devices=2"),
-        (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
-        (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),
-        (pipeline, late, "its gradients are sent to nobody; late=0"),
-        (pipeline, auto, "what fits differs from stage to stage; accumulate_grad_batches=4, say"),
-        (pipeline, precision * keys.precision.startswith("16-"), "its loss scale is one device's; bf16-mixed"),
         (
             "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing is clipped; gradient_clip_val=0.5, say",
         ),
-        (ledger, "no callbacks.checkpoint" * (not saves), "a line is that of a checkpoint"),
-        (ledger, average, "a checkpoint has one device's optimizer state, so no part could be computed again"),
-        (ledger, compression * compression.endswith("powersgd"), "what it has left out so far is in no checkpoint"),
         ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
     ):
         if one and other:
             raise UserError(f"{one} and {other} don't go together: {why}")
-    shares = keys.strategy.shares
-    if shares is not None and len(shares) != layout.num_devices:
+    shares = layout.shares
+    if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
     if trains and not auto and _in_vain(layout):
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")

@@ -9,7 +9,6 @@ from typing import Any, get_type_hints
 
 import hydra.utils
 from hydra.errors import InstantiationException
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pydantic.errors import PydanticUserError
 
 from lockstep.config.checks import checker, show
@@ -54,15 +53,18 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
     name, given = make.func.__name__, make.keywords
     try:
         return make(*args)
-    except (ValueError, MisconfigurationException) as error:
-        option = str(error).partition("=")[0]
-        raise UserError(f"{key}.{error}" if option in given else f"{key}: {error}") from error
     except TypeError as error:
         _must_be_of_its_type(key, make.func, given)
         shown = ", ".join(
             f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | dict | None)
         )
         raise UserError(f"{key}: {name}({shown}): {error}") from error
+    except Exception as error:
+        # Lightning's own kind of ValueError, by its name: its module takes a second to import
+        if not isinstance(error, ValueError) and type(error).__name__ != "MisconfigurationException":
+            raise
+        option = str(error).partition("=")[0]
+        raise UserError(f"{key}.{error}" if option in given else f"{key}: {error}") from error
 
 
 def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> None:

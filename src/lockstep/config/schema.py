@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.config.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Share, Text, Whole, options
+from lockstep.config.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -112,24 +112,6 @@ class SpecRecord(TypedDict):
     std: Annotated[list[Finite] | tuple[Finite, ...], Field(max_length=16)]
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
-class StrategyOptions:
-    """What a strategy can be told beside the layout."""
-
-    sync_batchnorm: Flag = False
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    average_every: Whole | None = None
-    split: tuple[FromZero | Text, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, config=OURS)
-class Strategy(StrategyOptions):
-    """The group `strategy`."""
-
-    name: Literal["auto", "ddp", "dp", "pipeline"]
-    shares: tuple[Positive, ...] | None = None
-
-
 # Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.
 FREE: TypeAlias = Literal[
     "benchmark",
@@ -177,8 +159,6 @@ class Kept:
     elastic: Flag = False
     hang_timeout: Positive = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
-    late: FromZero = 0
-    audit: Share = 0
     memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None
@@ -198,7 +178,6 @@ class Kept:
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     checkpoint_every: Whole | None = None
     checkpoint_keep: Annotated[int, Field(strict=True, ge=-1)] = 0
-    ledger: Flag = False
     log_every: Whole = 50
     init_from: Text | None = None
     resume: Text | None = None
@@ -213,7 +192,8 @@ class Keys(Kept):
     """All keys, as they are given: those below become the run's layout."""
 
     data: Data
-    strategy: Strategy
+    strategy: Group
+    extras: NamedGroups = field(default_factory=dict)
     accelerator: Literal["auto", "cpu", "gpu"]
     devices: Annotated[Whole | Literal["auto"], BeforeValidator(device_count)]
     num_nodes: Whole

@@ -162,9 +162,9 @@ class DataModule(pl.LightningDataModule):
 
     # --- on the device ---
 
-    def again(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
-        """A piece of the step, fetched once more, for a device (its number over all nodes) of this process."""
-        found = self._steps().again(step_batch, piece, device)
+    def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
+        """Fetch a piece of the step alone, for a device (its number over all nodes) of this process."""
+        found = self._steps().fetch_piece(step_batch, piece, device)
         assert self.trainer is not None
         return self.transfer_batch_to_device(found, self.trainer.strategy.root_device, 0).micro_batches[0]
 

@@ -96,8 +96,8 @@ class StepDataset:
             self._gathered = self._gather(*at)
         return self._gathered.pop(at)
 
-    def again(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
-        """Of a step one piece alone, fetched once more, for a device that need not be its owner."""
+    def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
+        """Fetch one piece of a step alone, for a device that need not be its owner."""
         epoch, index = self.order.position(step_batch.step)
         micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index), [(device, piece)])
         return self._fetch(replace(step_batch, micro_batches=[micro_batch]))

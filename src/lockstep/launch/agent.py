@@ -96,7 +96,7 @@ def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, h
     if world != layout.world_size:
         raise UserError(
             f"{world} workers exist, the layout needs {layout.world_size}: leave devices and num_nodes out, with "
-            "strategy=ddp (or pipeline)"
+            "strategy=ddp"
         )
     join_external()
     use_timeout(hang_timeout)

@@ -25,11 +25,6 @@ NAMING = 3.0  # seconds in which ranks that waited in vain say so to each other
 _stores: "list[Store]" = []  # the default group's; torch has no public getter
 
 
-def has_group(layout: Layout) -> bool:
-    """Whether workers of a layout have a process group; ddp's single worker has one, too."""
-    return layout.strategy in ("ddp", "pipeline")
-
-
 def store_socket() -> socket.socket:
     """Return a listening socket for the store of one machine's workers; the parent makes it before it forks.
 

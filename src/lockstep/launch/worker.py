@@ -16,7 +16,7 @@ from lockstep.launch import logs
 from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import did_not_arrive, has_group, is_lost_rank, is_timeout, join_group, leave_group
+from lockstep.launch.process_group import did_not_arrive, is_lost_rank, is_timeout, join_group, leave_group
 from lockstep.launch.signals import Interrupted, end_children, let_in, record_signal, set_parent_death_signal
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
@@ -68,7 +68,7 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     answer = Answer(Outcome("completed"))
     try:
         with logs.stack_on_demand(place.rank):
-            if has_group(place.layout):
+            if place.layout.has_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
                 with logs.failure_told():

@@ -92,7 +92,7 @@ def measure(config: Config, splits: Splits, folder: Path) -> int | None:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         data = make_data(replace(config, num_workers=0), splits, rank)
-        trainer = make_trainer(replace(config, max_steps=STEPS + config.late, logger={}, val_every=None), folder, [])
+        trainer = make_trainer(replace(config, max_steps=STEPS, logger={}, val_every=None), folder, [])
         trainer.loggers = [DummyLogger()]  # for a module that draws by itself
         trainer.limit_val_batches = 0
         if config.memory_budget is not None:

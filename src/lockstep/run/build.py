@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, LedgerWriter, Sender
+from lockstep.checkpoint.io import AtomicCheckpointIO, Sender
 from lockstep.checkpoint.untrusted import OFTEN, SLACK
 from lockstep.config.check import Config
+from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError
@@ -24,15 +25,13 @@ from lockstep.run.lines import headline
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
-from lockstep.step.audit import Audit
-from lockstep.step.compiled import GRAPHS
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
 from lockstep.step.memory import MIB
 from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
-from lockstep.strategies import make_strategy
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
 REFUSED = {
@@ -117,7 +116,7 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     budget = None if config.memory_budget is None else config.memory_budget * MIB
-    rank = rank if config.layout.replicas > 1 else 0  # the stages of a pipeline get the same pieces
+    rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
     return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
 
 
@@ -151,9 +150,10 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
             )
-        if isinstance(callback, WeightAveraging) and config.strategy.average_every:
-            raise UserError(f"{name}: under strategy.average_every each device would have an average of its own")
-        if isinstance(callback, WeightAveraging) and config.layout.strategy == "pipeline":
+        separate = [extra.setting for extra in config.extras.values() if extra.own_weights]
+        if isinstance(callback, WeightAveraging) and separate:
+            raise UserError(f"{name}: under {separate[0]} each device would have an average of its own")
+        if isinstance(callback, WeightAveraging) and config.layout.staged:
             raise UserError(f"{name}: {type(callback).__name__} needs the whole network on each device; strategy=ddp")
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
@@ -169,25 +169,33 @@ def make_trainer(
     folder: Path,
     callbacks: list[pl.Callback],
     step: int = 0,
-    ledger: LedgerWriter | None = None,
     copies: Sender | None = None,
+    parts: RunParts | None = None,
 ) -> StepTrainer:
-    """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them."""
+    """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them.
+
+    Args:
+        parts: what extras are given; None: an evaluation, in which they take no part.
+    """
     layout = config.layout
-    own = config.strategy.average_every is not None
-    audit = Audit(config.audit, config.seed, layout) if config.audit else None
     # one piece has no order to depend on
-    gradients = (ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum)(
-        make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, audit
-    )
+    kind = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
+    gradients = kind(config.strategy.make(layout), layout.replicas)
+    hooks: list[StepHook] = [FiniteGradientCheck(config.nonfinite, later=layout.accelerator == "gpu")]
+    observers: list[CheckpointObserver] = []
+    for extra in config.extras.values():
+        if parts is None:
+            break
+        gradients = extra.wrap_gradients(gradients)
+        hooks += extra.step_hooks(parts)
+        callbacks = [*extra.callbacks(parts), *callbacks]
+        observers += extra.checkpoint_observers(parts)
     alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
-    gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     make = partial(
         StepTrainer,
         gradients,
-        FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
+        hooks,
         config.seed,
-        graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
         devices=1 if alone or layout.world_size == 1 else layout.devices,
         num_nodes=layout.world_size if alone else layout.num_nodes,
@@ -201,12 +209,14 @@ def make_trainer(
         log_every_n_steps=config.log_every,
         logger=make_loggers(config, folder, step),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO(ledger, config.checkpoint_keep, copies)],
+        plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies)],
         num_sanity_val_steps=0,  # see MonitorCheck
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **({"deterministic": layout.exact and gpu} | config.debug.trainer),  # False, since it outlives a run in place
+        **(
+            {"deterministic": layout.exact and layout.accelerator == "gpu"} | config.debug.trainer
+        ),  # False, since it outlives a run in place
     )
     return call("debug.trainer", make)  # the only arguments that are as the user has given them

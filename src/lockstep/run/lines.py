@@ -103,12 +103,7 @@ def step_parts(config: Config) -> list[str]:
         parts.append(f"accumulate_grad_batches={layout.accumulate} fits")
     if layout.exact:
         parts.append("exact")
-    if config.late:
-        parts.append(f"gradients applied {plural(config.late, 'step')} late")
-    if config.strategy.average_every:
-        every = plural(config.strategy.average_every, "step")
-        parts.append(f"weights averaged every {every} (the result depends on the number of devices)")
-    return parts
+    return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]
 
 
 def length(config: Config, samples: int) -> str:

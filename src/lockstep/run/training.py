@@ -24,6 +24,7 @@ from lockstep.checkpoint.copies import Copies, share_newest
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.state import ResumeState
 from lockstep.config.check import Config
+from lockstep.config.extras import RunParts
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.launch import logs
@@ -34,7 +35,6 @@ from lockstep.launch.process_group import is_lost_rank, of_rank_zero
 from lockstep.launch.signals import Interrupted
 from lockstep.run import fast, provenance
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.ledger import Ledger
 from lockstep.run.length import length_of
 from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
 from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
@@ -74,8 +74,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         fresh = filled.fresh
     check_batch_norms(config, splits, module)
     begins += told(config, splits, resumed)
-    if config.audit and config.layout.num_devices == 1:
-        begins.append("audit: the only device computes its own pieces again: a fault that lasts is not seen")
+    begins += config.strategy.notes(resumes=bool(resumed))
+    for extra in config.extras.values():
+        begins += extra.notes(config, resumes=bool(resumed))
     if odd := not_plain(module.hparams):
         begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
@@ -91,9 +92,9 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     if checkpoint:
         must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
-    ledger = Ledger(folder, config, splits, resumed, module.state_dict()) if config.ledger and rank == 0 else None
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
-    trainer = make_trainer(config, folder, callbacks, first, ledger, copies)
+    parts = RunParts(config, splits, folder, module, resumed, rank)
+    trainer = make_trainer(config, folder, callbacks, first, copies, parts)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
     if config.memory_budget is not None and config.layout.accelerator == "gpu":
@@ -102,15 +103,12 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
-    del resumed
+    del resumed, parts
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-        if ledger is not None:  # nothing was left to train, maybe
-            ledger.mend()
         run.fitted()
-        if trainer.audit:
-            run.metrics["audit/pieces"] = again = trainer.audit.pieces
-            LOG.info(f"audit: {plural(again, 'piece')} computed again, all the same bits")
+        for extra in config.extras.values():
+            run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
             reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
@@ -158,13 +156,11 @@ def unfrozen_later(config: Config) -> list[str]:
 
 def check_sizes(config: Config, samples: int) -> None:
     """Refuses steps that a training set of so many samples does not fill."""
-    size, pieces = config.layout.batch_size, config.layout.pieces
+    size = config.layout.batch_size
     if size > samples:
         there = plural(samples, "sample")
         raise UserError(f"batch_size={size}: a step has {there} at most, as many as the training set")
-    if config.strategy.sync_batchnorm and 0 < (tail := samples % size) < pieces:
-        why = f"an epoch's last step has {plural(tail, 'sample')} for {pieces} pieces, and ranks wait for one without"
-        raise UserError(f"strategy.sync_batchnorm=true: {why}; another batch_size, or fewer pieces")
+    config.strategy.check_samples(config.layout, samples)
 
 
 def stopped_by(callback: Any) -> str | None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact_sum import ExactSum, alone
-from lockstep.step.gradients import ExactGradientSum, GradientSum, all_reduce
-from lockstep.step.stages import runs
+from lockstep.step.gradients import GradientSum, all_reduce
+from lockstep.step.parts import runs
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class BatchNormStats:
     """Keeps the running statistics of all normalisation layers of a module in step.
 
     Args:
-        gradients: how those of the pieces are summed: with `ExactGradientSum`, the mean does not depend on the order of
+        gradients: how those of the pieces are summed: where they are exact, the mean does not depend on the order of
             the pieces either. Its `strategy.piece_buffers` tells what each piece of a micro-batch left.
         exponents: the grids of the exact sums before, of a run that goes on.
     """
@@ -51,9 +51,12 @@ class BatchNormStats:
         self.counts: list[Tensor] = []  # after the step
         # statistics are of the order of one, and start at exactly zero: a grid below 2**-45 would serve nobody
         self.exact: ExactSum | None = None
-        if isinstance(gradients, ExactGradientSum):
+        if gradients.exact:
             owners = [layer for layer in self.layers for _ in kinds]
-            held, names = [self.strategy.holds(layer) for layer in owners], self.names if gradients.checked else ()
+            held, names = (
+                [self.strategy.holds(layer) for layer in owners],
+                self.names if gradients.options.check_messages else (),
+            )
             self.exact = ExactSum(self.buffers, 0, runs(module, owners), held, names)
             self.exact.exponents = list(exponents) or self.exact.exponents
 
@@ -73,7 +76,7 @@ class BatchNormStats:
     def before(self) -> None:
         """Puts the step's beginning back before a micro-batch."""
         if self.active:
-            # a pipeline's backward passes are still to come; autograd keeps these for them, and need not know
+            # backward passes may be still to come; autograd keeps these for them, and need not know
             torch._foreach_copy_([buffer.data for buffer in self.buffers], self.start)
             torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
 

@@ -15,6 +15,7 @@ tests/test_step_loop.py fails when they change:
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,8 +31,8 @@ from torch import Tensor
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.evaluation_logs import EvaluationLogs
-from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import GradientSum
+from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Outputs, StepPasses, overrides
 
 
@@ -39,20 +40,19 @@ class StepTrainer(pl.Trainer):
     """Lightning's Trainer, whose training batches are optimizer steps made of pieces.
 
     Args:
-        gradients, finite, seed, graphs: as of `StepPasses`; the strategy of the gradients is the Trainer's.
+        gradients, hooks, seed: as of `StepPasses`; the strategy of the gradients is the Trainer's.
         options: Lightning's own.
     """
 
-    def __init__(
-        self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
         super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
-        self.audit = gradients.audit
+        self.gradients = gradients
+        gradients.strategy.hooks = hooks
         self._signal_connector = _NoSignals(self)
         self._logger_connector = _StepLogs(self)
         made = self.fit_loop
         self.fit_loop = _StepFitLoop(self, made.min_epochs, made.max_epochs)
-        passes = StepPasses(gradients, finite, seed, graphs)
+        passes = StepPasses(gradients, hooks, seed)
         self.fit_loop.epoch_loop = StepLoop(self, passes, made.min_steps, made.max_steps)
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
@@ -76,7 +76,7 @@ class _StepLogs(_LoggerConnector):
         after its last hook that may log."""
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
-        several = trainer.world_size > 1 and not trainer.strategy.staged  # stages see all samples
+        several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
         samples = trainer.datamodule.samples_here("test" if trainer.testing else "val") if several else 1
         results.reduce(_gather_objects if several else lambda own: [own], samples, trainer.strategy.reduce)
         return super().update_eval_epoch_metrics()
@@ -103,14 +103,6 @@ class _StepFitLoop(_FitLoop):
     def _iteration_based_training(self) -> bool:
         """With max_steps, Lightning takes an epoch that has ended for one to be resumed, and counts it twice."""
         return False
-
-    def run(self) -> None:
-        super().run()
-        self.epoch_loop.apply_late()  # where a run goes on that had been stopped, and was killed before this
-
-    def on_run_end(self) -> None:
-        self.epoch_loop.apply_late()  # of a run that is stopped early
-        super().on_run_end()
 
 
 class StepLoop(_TrainingEpochLoop):
@@ -171,8 +163,6 @@ class StepLoop(_TrainingEpochLoop):
             progress.increment_started()
             with trainer.profiler.profile("run_training_batch"):
                 outputs = self._step(step_batch, number)
-        if is_last_step(trainer):
-            self.apply_late()
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -224,7 +214,7 @@ class StepLoop(_TrainingEpochLoop):
         @torch.enable_grad()
         def closure() -> Tensor:
             zero_grad()  # before the forward pass: gradients would lie beside its activations
-            outputs.update(self.passes(trainer, step_batch, forward, backward))
+            outputs.update(self.passes.run(trainer, step_batch, forward, backward))
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
             return outputs["loss"]
 
@@ -233,20 +223,19 @@ class StepLoop(_TrainingEpochLoop):
         counted.step.increment_completed()
         if not outputs:
             raise UserError(f"the optimizer_step of {type(module).__name__} did not call its closure: a step makes one")
+        self.passes.after_optimizer_step(step_batch, trainer)
         return outputs
 
-    def apply_late(self) -> None:
-        """At the run's end, applies the gradients that are under way, the oldest first. They count as no steps."""
+    def optimizer_step_with(self, prepare: Callable[[], object]) -> None:
+        """Run the optimizer once more, with gradients that `prepare` gives the parameters. It counts as no step."""
         module = self.trainer.lightning_module
 
         def closure() -> Tensor:
-            self.passes.apply_late()
+            prepare()
             return torch.zeros(())
 
-        while self.passes.gradients.line:
-            step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
-            call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
-        self.passes.finite.settle()
+        step = (self.trainer.current_epoch, self.batch_idx, module.optimizers(), closure)
+        call._call_lightning_module_hook(self.trainer, "optimizer_step", *step)
 
     def _hook(self, name: str, *args: Any) -> Any:
         """As Lightning does, the callbacks in their order, then the module; returns what the module's hook does."""

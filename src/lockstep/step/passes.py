@@ -1,8 +1,8 @@
 """The forward and backward passes of one optimizer step, and what is summed over its pieces."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -10,89 +10,55 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import Damaged, ExactSum
 from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.errors import UserError
-from lockstep.step.audit import Gradients, asked_again, trained
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
-from lockstep.step.finite import FiniteGradientCheck
-from lockstep.step.gradients import ExactGradientSum, GradientSum, StartedSum
+from lockstep.step.gradients import GradientSum, whole
+from lockstep.step.hooks import StepHook
 from lockstep.step.memory import advice
 
 Outputs = dict[str, Tensor]
 
 
+class Action(Enum):
+    """A pass of a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+def one_by_one(count: int) -> Iterator[tuple[Action, int]]:
+    """Yield the order of passes on one device: the backward pass of each micro-batch follows its forward pass."""
+    for number in range(count):
+        yield Action.FORWARD, number
+        yield Action.BACKWARD, number
+
+
 class StepPasses:
-    """Computes the gradient of a step from its micro-batches.
+    """Compute the gradient of a step from its micro-batches.
 
     Args:
         gradients: how the gradients of a step's pieces are summed.
-        finite: what is done about a gradient that is not finite.
+        hooks: what takes part in each step beside.
         seed: the run's seed; what is random inside a piece follows from it, the step and the piece.
-        graphs: networks run as CUDA graphs, whose tensors the next run overwrites.
     """
 
-    def __init__(self, gradients: GradientSum, finite: FiniteGradientCheck, seed: int, graphs: bool = False) -> None:
+    def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int) -> None:
         self.gradients = gradients
-        self.finite = finite
+        self.hooks = hooks
         self.seed = seed
-        self.graphs = graphs
         self._restored: list[int | None] = []  # the grids of the statistics' exact sums
-
-    def state_dict(self) -> dict[str, Any]:
-        """Gradients that are under way; and under exact, the grids: the next sums round to them.
-
-        Raises:
-            NonFinite: the last step's gradient was not finite, or one under way.
-        """
-        self.finite.settle()
-        late = {"late": [self._saved(started) for started in self.gradients.line]} if self.gradients.late else {}
-        exact = self.statistics.exact
-        if exact is None or not isinstance(self.gradients, ExactGradientSum):
-            return late
-        grids = self._whole(self.gradients.exponents, self.gradients.sum), self._whole(exact.exponents, exact)
-        return {"gradients": grids[0], "statistics": grids[1]} | late
-
-    def _whole(self, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
-        """The grids of all groups: each process knows those of the groups that it sums."""
-        own = total.own if total is not None else []
-        found = self.gradients.strategy.gathered({at: exponents[at] for at in own})
-        return [found.get(at, exponent) for at, exponent in enumerate(exponents)]
-
-    def _saved(self, started: StartedSum) -> dict[str, Any]:
-        """A gradient that is under way, summed; every process calls it."""
-        gradients, bounds = started.result
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
-            self._look(*started.give())
-            self.finite.settle()
-        names = {id(p): name for name, p in self._module.named_parameters()}
-        named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
-        return {"step": started.step[0].step, "gradients": named, "bounds": bounds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what a checkpoint of any layout held; no grids, where the run before was not exact."""
-        parameters = dict(self._module.named_parameters())
-        self.gradients.line.clear()
-        for saved in state.get("late", []):
-            given = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
-            started = StartedSum(list(given), lambda: ([], []), (StepBatch([], 0, 0, 0, saved["step"], True), []))
-            started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in given.items()], saved["bounds"]
-            self.gradients.line.append(started)
-        if isinstance(self.gradients, ExactGradientSum) and state.get("gradients"):
-            self.gradients.exponents = state["gradients"]
-            self._restored = list(state["statistics"])
 
     @cached_property
     def statistics(self) -> BatchNormStats:
         """Made when the module is where it will stay."""
         return BatchNormStats(self.gradients, self._restored)
 
-    def __call__(
+    def run(
         self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
     ) -> Outputs:
-        """Adds the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
-        With late gradients they get the one that is due instead, or none.
+        """Add the gradient of the mean loss over the whole step's samples to the parameters', which are zero or none.
 
         Args:
             forward: from a micro-batch's batch to what `training_step` returns.
@@ -102,145 +68,181 @@ class StepPasses:
             `loss` and the other numbers that `training_step` returned beside it, each the mean over this process's
             samples, on its device. Of a process without a sample, a loss of 0.
         """
-        module, strategy, statistics = self._module, trainer.strategy, self.statistics
-        audit = self.gradients.audit
-        if audit and not audit.begin(trainer, step_batch):
-            audit = None
-        before = _values(module) if audit or self.finite.policy == "skip" else {}
-        statistics.begin(step_batch)
-        self.gradients.begin(step_batch)
-        found: list[Outputs] = []
-        waiting: deque[Any] = deque()  # micro-batches whose forward pass is ahead, in a pipeline
-
-        def compute(number: int, micro_batch: MicroBatch) -> tuple[list[int], Any, Tensor, Outputs]:
-            batch = self._batch(trainer, micro_batch, step_batch.step)
-            seeds = [piece_seed(self.seed, step_batch.step, piece) for piece in micro_batch.pieces]
-            weight = self.gradients.weight(micro_batch, step_batch)
-            with strategy.micro_batch(micro_batch, seeds), self.gradients.micro_batch(number, step_batch):
-                if self.graphs:
-                    torch.compiler.cudagraph_mark_step_begin()
-                loss, outputs = _numbers(forward(batch))
-                if not strategy.ahead:
-                    backward(loss if weight == 1 else loss * weight)
-            return seeds, batch, loss, outputs
-
-        def again(piece: int, device: int) -> Gradients:
-            """The gradient of a piece, computed once more from the buffers as the step began."""
-            with _apart(module, strategy, before):
-                compute(0, trainer.datamodule.again(step_batch, piece, device))
-                (found,) = strategy.piece_gradients(trained(module))
-            return found
-
-        def follow() -> None:
-            """The backward pass of a stage before the last, which knows by now what the last one made of the piece."""
-            micro_batch, seeds, batch, loss = waiting.popleft()
-            with strategy.micro_batch(micro_batch, seeds), torch.no_grad():
-                found.append(_numbers(forward(batch))[1])
-            backward(loss)
-            self.gradients.collect()
-
+        step = Step(self, trainer, step_batch, forward, backward)
+        gradients, statistics = self.gradients, self.statistics
         try:
-            for number, micro_batch in enumerate(step_batch.micro_batches):
-                statistics.before()
-                seeds, batch, loss, outputs = compute(number, micro_batch)
-                statistics.after()
-                if strategy.ahead:
-                    waiting.append((micro_batch, seeds, batch, loss))
-                    if len(waiting) > strategy.ahead:
-                        follow()
-                    continue
-                if audit:
-                    audit.note(micro_batch, strategy.piece_gradients(trained(module)))
-                self.gradients.collect()
-                found.append({name: value.clone() for name, value in outputs.items()} if self.graphs else outputs)
-                if self.graphs and number == 0 and len(step_batch.micro_batches) > 1:
-                    for parameter in module.parameters():  # whose `grad` is the graph's own memory
-                        parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-            while waiting:
-                follow()
-            if audit:
-                audit.compare(trainer, step_batch, again)
-        except RuntimeError as error:
-            if advised := advice(error, step_batch, trainer.datamodule.layout):
+            for hook in self.hooks:
+                hook.before_step(step)
+            statistics.begin(step_batch)
+            gradients.begin(step_batch)
+            for action, number in trainer.strategy.schedule(len(step_batch.micro_batches)):
+                if action is Action.FORWARD:
+                    statistics.before()
+                    gradients.before_piece(number, step_batch)
+                    step.forward(number)
+                    statistics.after()
+                else:
+                    step.backward(number)
+                    for hook in self.hooks:
+                        hook.after_piece(step, step_batch.micro_batches[number])
+                    gradients.collect(number, step_batch)
+            for hook in self.hooks:
+                hook.after_passes(step)
+            statistics.finish(step_batch)
+            if due := gradients.reduce(step):
+                self.before_optimizer_step(due)
+        except Exception as error:
+            for hook in self.hooks:
+                hook.on_error(step, error)
+            if isinstance(error, RuntimeError) and (advised := advice(error, step_batch, trainer.datamodule.layout)):
                 raise UserError(advised) from error
             raise
-        losses = [outputs["loss"] for outputs in found]
-        try:
-            self.gradients.wait()
-            statistics.finish(step_batch)
-            due = self.gradients.finish(step_batch, losses)
-        except Damaged as damaged:
-            raise asked_again(damaged, step_batch.step, strategy.root_device) from None
-        if due is not None and self._look(*due, getattr(trainer.precision_plugin, "scaler", None)):
-            _put_back(module, before)
-            step_batch.skipped = True
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
-            self.finite.settle()
-        if not found:  # the loss may be logged, with the others'
-            return {"loss": next(module.parameters()).new_zeros(())}
-        return _means(found, [sum(micro_batch.sizes) for micro_batch in step_batch.micro_batches])
+            self.settle()
+        return step.means()
 
-    def apply_late(self) -> None:
-        """Gives the parameters the oldest gradient that is under way.
+    def before_optimizer_step(self, step: "Step") -> None:
+        """Call the hooks before an optimizer step with the gradient of `step`."""
+        for hook in self.hooks:
+            hook.before_optimizer_step(step)
 
-        Raises:
-            NonFinite: it is not finite.
-        """
-        self._look(*self.gradients.give())
+    def after_optimizer_step(self, step_batch: StepBatch, trainer: Any) -> None:
+        """Call the hooks after an optimizer step."""
+        step = Step(self, trainer, step_batch)
+        for hook in self.hooks:
+            hook.after_optimizer_step(step)
 
-    def _look(self, step_batch: StepBatch, losses: list[Tensor], scaler: torch.amp.GradScaler | None = None) -> bool:
-        """Whether a step is skipped, of which the parameters have the gradient."""
-        return self.finite.look(self._module, self.gradients.strategy.optimizers[0], step_batch, losses, scaler)
+    def settle(self) -> None:
+        """Wait for what the hooks know later."""
+        for hook in self.hooks:
+            hook.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later steps follow from: the gradient sum's state and, under exact, the statistics' grids."""
+        self.settle()
+        state: dict[str, Any] = {"gradients": self.gradients.state_dict()}
+        if (exact := self.statistics.exact) is not None:
+            state["statistics"] = whole(self.gradients.strategy, exact.exponents, exact)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what a checkpoint of any layout held."""
+        self.gradients.load_state_dict(state.get("gradients", {}))
+        self._restored = list(state.get("statistics", []))
+
+
+class Step:
+    """One optimizer step under way on this process.
+
+    Attributes:
+        batch: the samples that this process computes.
+        losses: of its micro-batches, in the order of their backward passes, without their graphs.
+    """
+
+    def __init__(
+        self,
+        passes: StepPasses,
+        trainer: Any,
+        batch: StepBatch,
+        forward: Callable[[Any], Any] | None = None,
+        backward: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self.passes, self.trainer, self.batch = passes, trainer, batch
+        self._forward, self._backward = forward, backward
+        self._under_way: dict[int, tuple[Any, Tensor]] = {}  # batches and losses between a forward and a backward pass
+        self._outputs: list[Outputs] = []
 
     @property
-    def _module(self) -> Any:
-        return self.gradients.strategy.lightning_module
+    def number(self) -> int:
+        """The optimizer step since the run began, 0-based."""
+        return self.batch.step
 
-    def _batch(self, trainer: Any, micro_batch: MicroBatch, step: int) -> Any:
+    @property
+    def module(self) -> Any:
+        return self.trainer.lightning_module
+
+    @property
+    def losses(self) -> list[Tensor]:
+        return [outputs["loss"] for outputs in self._outputs]
+
+    def forward(self, number: int) -> None:
+        """Compute the loss of a micro-batch; its graph is kept until `backward`."""
+        micro_batch, strategy = self.batch.micro_batches[number], self.trainer.strategy
+        batch = self._prepared(micro_batch)
+        with strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
+            loss, outputs = numbers_of(self._call(batch))
+        self._under_way[number] = batch, loss
+        if not strategy.numbers_come_later:
+            self._outputs.append(outputs)
+
+    def backward(self, number: int) -> None:
+        """Compute the gradient of a micro-batch, weighted by what it counts for."""
+        micro_batch, strategy = self.batch.micro_batches[number], self.trainer.strategy
+        batch, loss = self._under_way.pop(number)
+        if strategy.numbers_come_later:
+            with strategy.micro_batch(micro_batch, self._seeds(micro_batch)), torch.no_grad():
+                self._outputs.append(numbers_of(self._call(batch))[1])
+        self._differentiate(loss, micro_batch)
+
+    def compute(self, micro_batch: MicroBatch) -> None:
+        """Compute the gradient of a micro-batch that is not one of this step's own, and keep no numbers of it."""
+        with self.trainer.strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
+            loss, _ = numbers_of(self._call(self._prepared(micro_batch)))
+        self._differentiate(loss, micro_batch)
+
+    def without_data(self) -> "Step":
+        """Return this step with its numbers and sample ids alone, for hooks that see its gradient later."""
+        kept = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
+        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=kept))
+        step._outputs = self._outputs
+        return step
+
+    def means(self) -> Outputs:
+        """Return the numbers of `training_step`, each the mean over the samples of the micro-batches that have it."""
+        if not self._outputs:  # the loss may be logged, with the others'
+            return {"loss": next(self.module.parameters()).new_zeros(())}
+        if len(self._outputs) == 1:
+            return self._outputs[0]
+        sizes = [sum(micro_batch.sizes) for micro_batch in self.batch.micro_batches]
+        samples = sum(sizes)
+        return {
+            name: torch.stack([each[name] * (n / samples) for each, n in zip(self._outputs, sizes, strict=True)]).sum()
+            for name in self._outputs[0]
+            if all(name in each for each in self._outputs)
+        }
+
+    def _call(self, batch: Any) -> Any:
+        assert self._forward is not None
+        return self._forward(batch)
+
+    def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        assert self._backward is not None
+        weight = 1.0
+        if not self.trainer.strategy.numbers_come_later:  # else the gradient that arrives is weighted
+            weight = self.passes.gradients.weight(micro_batch, self.batch)
+        self._backward(loss if weight == 1 else loss * weight)
+
+    def _seeds(self, micro_batch: MicroBatch) -> list[int]:
+        return [piece_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
+
+    def _prepared(self, micro_batch: MicroBatch) -> Any:
         """What `training_step` gets: each piece's samples mixed, and then what the module's own
         `on_after_batch_transfer` makes of them."""
-        data, module = trainer.datamodule, trainer.lightning_module
+        data, module = self.trainer.datamodule, self.module
         batch = data.finish(micro_batch)
         changes = [data.mix] if data.splits.mix else []
         if overrides(module, "on_after_batch_transfer", pl.LightningModule):
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
-        seeds = [batch_seed(self.seed, step, piece) for piece in micro_batch.pieces]
+        seeds = [batch_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
 
         def change(batch: Any) -> Any:
             for each in changes:
                 batch = each(batch)
             return batch
 
-        return trainer.strategy.by_piece(change, batch, micro_batch, seeds)
-
-
-def _values(module: torch.nn.Module) -> Outputs:
-    """A copy of the buffers, running statistics, say."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-def _put_back(module: torch.nn.Module, values: Outputs) -> None:
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.resize_(values[name].shape).copy_(values[name])
-
-
-@contextmanager
-def _apart(module: torch.nn.Module, strategy: Any, start: Outputs) -> Iterator[None]:
-    """What is computed inside begins with the buffers `start` and leaves nothing behind."""
-    held, now, device = [p.grad for p in module.parameters()], _values(module), strategy.root_device
-    strategy.again = True
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        _put_back(module, start)
-        for parameter in module.parameters():
-            parameter.grad = None
-        yield
-    strategy.again = False
-    _put_back(module, now)
-    for parameter, gradient in zip(module.parameters(), held, strict=True):
-        parameter.grad = gradient
+        return self.trainer.strategy.by_piece(change, batch, micro_batch, seeds)
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:
@@ -248,8 +250,8 @@ def overrides(owner: Any, name: str, base: type) -> bool:
     return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
-def _numbers(output: Any) -> tuple[Tensor, Outputs]:
-    """The loss that `training_step` returned, with its graph; and by name all numbers that it returned, without.
+def numbers_of(output: Any) -> tuple[Tensor, Outputs]:
+    """Return the loss that `training_step` returned, with its graph; and by name all numbers, without.
 
     Raises:
         UserError: there is no loss.
@@ -261,22 +263,10 @@ def _numbers(output: Any) -> tuple[Tensor, Outputs]:
         raise UserError(f"training_step returned {said}: {why}")
     if loss.numel() != 1:
         raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
-    found = {"loss": loss.detach().reshape(())}
+    numbers = {"loss": loss.detach().reshape(())}
     for name, value in output.items() if isinstance(output, Mapping) else ():
         if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.detach().reshape(())
+            numbers[name] = value.detach().reshape(())
         elif isinstance(value, int | float):
-            found[name] = torch.full((), float(value), device=loss.device)
-    return loss, found
-
-
-def _means(found: list[Outputs], sizes: list[int]) -> Outputs:
-    """Of each name, over the samples of the micro-batches that have it all."""
-    if len(found) == 1:
-        return found[0]
-    samples = sum(sizes)
-    return {
-        name: torch.stack([each[name] * (size / samples) for each, size in zip(found, sizes, strict=True)]).sum()
-        for name in found[0]
-        if all(name in each for each in found)
-    }
+            numbers[name] = torch.full((), float(value), device=loss.device)
+    return loss, numbers

@@ -1,17 +1,18 @@
 """One device, and what every strategy tells the passes of a step about a micro-batch."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
-from torchmetrics import Metric
 
+from lockstep.arithmetic.layout import Layout
 from lockstep.step.batch import MicroBatch
+from lockstep.step.hooks import StepHook
+from lockstep.step.passes import Action, one_by_one
 
 T = TypeVar("T")
 
@@ -34,13 +35,18 @@ class PieceStrategy(Strategy):
     """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
 
     copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
-    staged = False  # whether each process holds another part of the network
-    again = False  # whether a piece is computed once more, of which only the gradient is wanted
-    ahead = 0  # pieces that forward passes are ahead of backward passes: only those of a pipeline
+    staged = False  # whether each process holds another part of the network, and sees all samples
+    numbers_come_later = False  # whether a piece's loss is known only when its backward pass is due
+    hooks: Sequence[StepHook] = ()  # of the trainer's steps
+    _substitute: Any = None
+
+    def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
+        """Yield the order of the passes of `count` micro-batches, by their numbers."""
+        return one_by_one(count)
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
-        """The context of a micro-batch's passes; `seeds` has one seed for each of its pieces."""
+        """The context of a micro-batch's forward pass; `seeds` has one seed for each of its pieces."""
         seed_device(seeds[0], self.root_device)
         yield
 
@@ -75,7 +81,26 @@ class PieceStrategy(Strategy):
 
     @property
     def _computing(self) -> Any:
-        return apart(self.lightning_module) if self.again else self.lightning_module
+        return self._substitute or self.lightning_module
+
+    @contextmanager
+    def computing_with(self, module: Any) -> Iterator[None]:
+        """Inside, another object with the module's parameters computes in its place."""
+        self._substitute = module
+        try:
+            yield
+        finally:
+            self._substitute = None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        for hook in self.hooks:
+            hook.before_weights_are_read()
+        return super().lightning_module_state_dict()
+
+    def on_validation_start(self) -> None:
+        for hook in self.hooks:
+            hook.before_weights_are_read()
+        super().on_validation_start()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
@@ -109,6 +134,13 @@ class PieceStrategy(Strategy):
                         state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
+def torch_devices(layout: Layout) -> list[torch.device]:
+    """Return the devices of one process that uses all of them, in their order."""
+    if layout.accelerator == "gpu":
+        return [torch.device("cuda", index) for index in range(layout.devices)]
+    return [torch.device("cpu")] * layout.devices
+
+
 class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
@@ -120,26 +152,6 @@ class Redirected:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.trainer.strategy.forward(args, kwargs)
-
-
-class Mute:
-    """What the twin of a module has before its class where it computes a piece once more."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """What it said the first time is enough."""
-
-    log_dict = log
-
-
-def apart(module: Any) -> Any:
-    """A twin that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
-    found = twin(module, Mute)
-    kept = {name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
-    for name, child in module.named_children():
-        if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
-            kept["_modules"][name] = deepcopy(child)
-    object.__setattr__(found, "__dict__", kept)
-    return found
 
 
 def twin(thing: Any, before: type = Redirected) -> Any:

@@ -5,11 +5,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn import Module, Parameter
 
 from lockstep.errors import UserError
@@ -46,20 +44,15 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     Args:
         compression: gradients on the wire: `none`, `bf16`, `fp16` or `powersgd` (Vogels et al., PowerSGD, 2019).
         sync_batchnorm: BatchNorm over the pieces that run at once (CUDA).
-        average_every: each process steps by its own gradient, and weights are averaged after so many steps (local SGD:
-            Stich, 2019), and whenever somebody else is to see them; None: gradients are summed.
     """
 
-    def __init__(
-        self, compression: str = "none", sync_batchnorm: bool = False, average_every: int | None = None
-    ) -> None:
+    def __init__(self, compression: str = "none", sync_batchnorm: bool = False) -> None:
         super().__init__()
-        self._average_every = average_every
-        self._apart = False  # whether processes may hold different weights
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
-        self._syncs = False  # whether DDP's reducer sums in the pass under way
-        self._inside = False  # of a micro-batch's passes, which are not collective
+        self._syncs = False  # whether DDP's reducer sums in the passes under way
+        self._before: list[Any] = []  # the states of all gradients when they began
+        self._inside = False  # of a micro-batch's forward pass, which is not collective
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
 
@@ -93,20 +86,20 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         """Whether other parameters are trained than when DDP was made: frozen or unfrozen since."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
-    @contextmanager
-    def sync(self, first: bool) -> Iterator[None]:
-        """The backward pass inside sums over all processes; it is a step's `first`, or adds to what others have left.
+    def start_reducer(self, first: bool) -> None:
+        """DDP's reducer sums over all processes in the passes until `finish_reducer`; they are a step's `first`, or add
+        to what others have left."""
+        self._before = [None if first else _state(p.grad) for p in self._parameters]
+        self._syncs = True
+
+    def finish_reducer(self) -> None:
+        """After the backward pass.
 
         Raises:
             UserError: it has left a gradient as it was. One that it reached has been added to, and lies in a bucket.
         """
-        before = [None if first else _state(p.grad) for p in self._parameters]
-        self._syncs = True
-        try:
-            yield
-        finally:
-            self._syncs = False
-        pairs = zip(self._parameters, before, strict=True)
+        self._syncs = False
+        pairs = zip(self._parameters, self._before, strict=True)
         if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
             names = join_names(name for name, p in self._module.named_parameters() if id(p) in missing)
             why = "and DDP waits for it: use it in every training_step, or freeze it by requires_grad_(False)"
@@ -127,31 +120,6 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         if self._syncs:
             return DDPStrategy.training_step(self, *args, **kwargs)
         return super().training_step(*args, **kwargs)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        self._apart = self._average_every is not None
-        if self._average_every and (self._module.global_step + 1) % self._average_every == 0:
-            self._average()
-        return output
-
-    def _average(self) -> None:
-        """torch's own average, of copies: it would lay weights out anew, and an optimizer's state stay as it is. When,
-        follows from the step; Lightning's `model_averaging_period` would count anew in a run that goes on."""
-        if self._apart:
-            self._apart = False
-            trained: list[Tensor] = [parameter.detach() for parameter in self._parameters if parameter.requires_grad]
-            copies: list[Any] = [parameter.clone() for parameter in trained]
-            everybody: Any = dist.group.WORLD
-            average_parameters(iter(copies), everybody)
-            torch._foreach_copy_(trained, copies)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average()
-        return super().lightning_module_state_dict()
-
-    def on_validation_start(self) -> None:
-        self._average()
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Lightning takes the mean of whole numbers in whole numbers: 18 samples on 4 ranks would be 4 on each, and

@@ -17,7 +17,7 @@ import math
 import pickle
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -32,7 +32,9 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
-from lockstep.step.stages import balanced, chosen, contents, parts_of
+from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.step.parts import contents, parts_of
+from lockstep.step.passes import Action
 from lockstep.strategies.base import PieceStrategy, T, generators, twin
 
 LOG = logging.getLogger("lockstep")
@@ -42,7 +44,7 @@ KEPT = 2  # tensors on their way to one rank; then it is waited for
 ANCHOR = torch.zeros((), requires_grad=True)  # so that autograd comes to both ends of a stage, trained or not
 
 
-class Pipeline(PieceStrategy, DDPStrategy):
+class StagedStrategy(PieceStrategy, DDPStrategy):
     """A process per device, a stage each; rank zero has the last one. Parameters of other stages keep their names and
     shapes, and read as nan.
 
@@ -76,7 +78,7 @@ class Pipeline(PieceStrategy, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
-            self.ahead = self.global_rank
+            self.numbers_come_later = self.global_rank > 0
             self._first = self.global_rank == self.world_size - 1
             self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
@@ -161,6 +163,16 @@ class Pipeline(PieceStrategy, DDPStrategy):
         return self._owner(thing) == self.global_rank
 
     # --- passes ---
+
+    def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
+        """Yield 1F1B: a stage with r stages after it is r pieces ahead."""
+        ahead = min(self.global_rank, count)
+        for number in range(count):
+            yield Action.FORWARD, number
+            if number >= ahead:
+                yield Action.BACKWARD, number - ahead
+        for number in range(count - ahead, count):
+            yield Action.BACKWARD, number
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Of a stage before the last, `training_step` gives what has the loss's place, until without gradients it is
@@ -288,7 +300,7 @@ class _ClipsAllStages:
     """What the precision plugin's twin has before its class."""
 
     main_params: Any
-    strategy: Pipeline
+    strategy: StagedStrategy
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         parameters = list(self.main_params(optimizer))
@@ -299,7 +311,7 @@ class _Send(torch.autograd.Function):
     """The end of a stage: its output goes on, and the gradient comes back."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, anchor: Tensor, pipeline: Pipeline) -> Tensor:
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, pipeline: StagedStrategy) -> Tensor:
         ctx.pipeline = pipeline
         pipeline.send(y, pipeline.global_rank - 1)
         return anchor.detach().clone()
@@ -313,7 +325,7 @@ class _Receive(torch.autograd.Function):
     """The beginning of a stage: its input comes, and the gradient goes back."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, pipeline: StagedStrategy) -> Tensor:
         ctx.pipeline = pipeline
         return pipeline.receive(pipeline.global_rank + 1)
 

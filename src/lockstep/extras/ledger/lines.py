@@ -1,5 +1,4 @@
-"""`ledger=true`: `ledger.jsonl` in the run's folder has a line for each checkpoint, with hashes of what the steps up to
-it took and came to. Who has the folder can compute any part of the run again: scripts/verify.py.
+"""The lines of `ledger.jsonl`.
 
 A line is written after its checkpoint, which holds it too: what a kill has left out, or what lies beyond the checkpoint
 that the run goes on from, is put right by the next life. Weights are reproducible on the same layout in any case, and
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config
@@ -31,15 +31,15 @@ MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
 BESIDE = (
     *("name", "outputs", "data_dir", "num_workers", "resident", "allocator", "memory_budget", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
-    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "ledger", "resume", "audit"),
+    *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
 WATCHING = ("Meter", "Console", "Dashboard", "Pictures", "Checkpoint")  # callbacks of ours that change nothing
 # What a checkpoint holds, beside weights, that the next step follows from: of Lightning, and its loss scaler and EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
 
-class Ledger:
-    """Writes it. Rank zero has one; all but the constructor is called by the thread that writes checkpoints.
+class LedgerFile:
+    """Write the file. Rank zero has one; all but the constructor is called by the thread that writes checkpoints.
 
     Args:
         folder: the run's.
@@ -61,8 +61,8 @@ class Ledger:
         self._changed = False  # what the run is about, since that line
         self._begin = self._end = 0  # where it lies in the file
 
-    def enter(self, checkpoint: dict[str, Any]) -> None:
-        """Adds to a checkpoint, under `ledger`, the line that `append` is to write."""
+    def before_write(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint, under `ledger`, the line that `after_write` is to write."""
         before, step = self.mend(), checkpoint["global_step"]
         again = before["step"] == step and not self._changed  # the newer checkpoint takes the older one's place
         self._end = self._begin if again else self._end
@@ -73,8 +73,8 @@ class Ledger:
         self._last, self._changed = line, False
         checkpoint["ledger"] = text_of(line)
 
-    def append(self) -> None:
-        """Writes the line of the checkpoint that is now on the disk."""
+    def after_write(self) -> None:
+        """Write the line of the checkpoint that is now on the disk."""
         assert self._last is not None
         self._write(self._end, text_of(self._last))
 
@@ -123,18 +123,31 @@ class Ledger:
             os.fsync(file.fileno())
 
 
+class Mends(Callback):
+    """Puts the ledger right at a run's end, where nothing was left to train and no checkpoint was written."""
+
+    def __init__(self, ledger: LedgerFile) -> None:
+        self.ledger = ledger
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.ledger.mend()
+
+
 def deciding(config: Config) -> dict[str, Any]:
     """The part of a config that the weights' bits follow from, as it was resolved: without `exact`, the layout too."""
     layout, record = config.layout, config.record
     kept = {key: value for key, value in record.items() if key not in BESIDE}
     watching = tuple(f"lockstep.callbacks.{name}" for name in WATCHING)
     callbacks = {name: options for name, options in config.callbacks.items() if options}
-    strategy = {"sync_batchnorm": config.strategy.sync_batchnorm, "compression": config.strategy.compression}
+    sync = record["strategy"].get("sync_batchnorm", False)
+    strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
+    extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
     own = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
     own["shares"] = list(layout.shares)
     return kept | {
         "callbacks": {name: each for name, each in callbacks.items() if each.get("_target_") not in watching},
         "strategy": strategy if layout.exact else strategy | own,
+        "extras": extras,
         "accelerator": layout.accelerator,
         "pieces": layout.pieces,
         "precision": config.precision,
@@ -195,7 +208,8 @@ def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
     """Of a checkpoint's weights, and of what else the next step follows from: the optimizer's and the schedule's state,
     gradients under way."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
-    state = {name: checkpoint[name] for name in STATE if name in checkpoint} | {"late": loop.get("late", [])}
+    state = {name: checkpoint[name] for name in STATE if name in checkpoint}
+    state["waiting"] = loop.get("gradients", {}).get("waiting", [])
     sha256 = hashlib.sha256()
     for part in _parts(state):
         sha256.update(part)

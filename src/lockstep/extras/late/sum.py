@@ -1,0 +1,117 @@
+"""A gradient sum whose sums wait in line before they are applied."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from lockstep.errors import UserError
+from lockstep.step.batch import StepBatch
+from lockstep.step.gradients import GradientSum, StartedSum, WrappedGradientSum
+from lockstep.step.hooks import StepHook
+from lockstep.step.loop import is_last_step
+from lockstep.step.passes import Step
+from lockstep.text import plural
+
+
+class LateSum(WrappedGradientSum):
+    """Another gradient sum, applied `steps` steps later.
+
+    Attributes:
+        line: the sums that are started and not applied yet, the oldest first, and the steps that they are of.
+    """
+
+    def __init__(self, inner: GradientSum, steps: int) -> None:
+        super().__init__(inner)
+        self.options.uses_reducer = False
+        self.options.sums_at_once = steps + 1
+        self.steps = steps
+        self.line: deque[tuple[StartedSum, Step]] = deque()
+
+    def reduce(self, step: Step) -> Step | None:
+        self.line.append((self.start(step.batch), step.without_data()))
+        return self.apply_next() if len(self.line) > self.steps else None
+
+    def apply_next(self) -> Step:
+        """Give the parameters the oldest gradient. Returns the step that it is of."""
+        started, step = self.line.popleft()
+        self.apply(started)
+        return step
+
+    def wait(self) -> None:
+        """Wait for the gradient that is due next, so that other sums have the link to themselves."""
+        if len(self.line) == self.steps:
+            _ = self.line[0][0].result
+
+    @property
+    def waiting(self) -> int:
+        return len(self.line)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner sum's state, and the gradients that wait, summed."""
+        return {**self.inner.state_dict(), "waiting": [self._saved(*each) for each in self.line]}
+
+    def _saved(self, started: StartedSum, step: Step) -> dict[str, Any]:
+        gradients, bounds = started.result
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
+            self.apply(started)
+            step.passes.before_optimizer_step(step)
+            step.passes.settle()
+        names = {id(p): name for name, p in step.module.named_parameters()}
+        named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
+        return {"step": step.number, "gradients": named, "bounds": bounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rest = {name: value for name, value in state.items() if name != "waiting"}
+        waiting = state.get("waiting", [])
+        if len(waiting) > self.steps:
+            raise UserError(
+                f"extras.late.steps={self.steps}: the checkpoint holds {plural(len(waiting), 'gradient')} under way; "
+                f"give extras.late.steps={len(waiting)} or more"
+            )
+        self.inner.load_state_dict(rest)
+        trainer = self.strategy.lightning_module.trainer
+        parameters = dict(self.strategy.lightning_module.named_parameters())
+        self.line.clear()
+        for saved in waiting:
+            values = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
+            started = StartedSum(list(values), lambda: ([], []))
+            started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in values.items()], saved["bounds"]
+            batch = StepBatch([], samples=0, num_nonempty=0, epoch=0, step=saved["step"], all_ranks_have_data=True)
+            self.line.append((started, Step(trainer.fit_loop.epoch_loop.passes, trainer, batch)))
+
+
+class LateSteps(StepHook):
+    """What a late gradient needs of each step."""
+
+    def __init__(self, late: LateSum) -> None:
+        self.late = late
+
+    def after_passes(self, step: Step) -> None:
+        self.late.wait()
+
+    def after_optimizer_step(self, step: Step) -> None:
+        if is_last_step(step.trainer):
+            apply_the_rest(step.trainer, self.late)
+
+
+class AppliesTheRest(Callback):
+    """Applies what waits when a run is stopped early, and where one resumes that was killed before that."""
+
+    def __init__(self, late: LateSum) -> None:
+        self.late = late
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        apply_the_rest(trainer, self.late)
+
+    on_fit_end = on_train_end
+
+
+def apply_the_rest(trainer: Any, late: LateSum) -> None:
+    """Apply the gradients that wait, the oldest first. They count as no steps."""
+    loop = trainer.fit_loop.epoch_loop
+    while late.waiting:
+        loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
+    loop.passes.settle()

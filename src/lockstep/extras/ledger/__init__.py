@@ -1,0 +1,50 @@
+"""`extras=[ledger]`: `ledger.jsonl` in the run's folder has a line for each checkpoint, with hashes of what the steps
+up to it took and came to. Who has the folder can compute any part of the run again: scripts/verify.py."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.extras import CheckpointObserver, Extra, RunParts
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+    from lockstep.config.check import Config
+
+
+class Ledger(Extra):
+    """Write a line of hashes for each checkpoint."""
+
+    changes_weights = False
+
+    def __init__(self) -> None:
+        self._lines: Any = None  # rank zero's
+
+    @property
+    def setting(self) -> str:
+        return "extras=[ledger]"
+
+    def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
+        if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
+            yield "no callbacks.checkpoint", "a line is that of a checkpoint"
+        for extra in config.extras.values():
+            if extra.own_weights:
+                yield (
+                    extra.setting,
+                    "a checkpoint has one device's optimizer state, so no part could be computed again",
+                )
+        if config.strategy.compression == "powersgd":
+            yield "strategy.compression=powersgd", "what it has left out so far is in no checkpoint"
+
+    def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:
+        if parts.rank:
+            return ()
+        from lockstep.extras.ledger.lines import LedgerFile
+
+        self._lines = LedgerFile(parts.folder, parts.config, parts.splits, parts.resumed, parts.module.state_dict())
+        return [self._lines]
+
+    def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
+        from lockstep.extras.ledger.lines import Mends
+
+        return [Mends(self._lines)] if self._lines is not None else []

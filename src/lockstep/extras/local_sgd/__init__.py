@@ -1,0 +1,68 @@
+"""`extras=[local_sgd]`: each process steps by its own gradient, and weights are averaged every few steps.
+
+Stich, Local SGD converges fast and communicates little, 2019.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.config.extras import Extra, RunParts
+from lockstep.text import plural
+
+if TYPE_CHECKING:
+    from lockstep.config.check import Config
+    from lockstep.step.gradients import GradientSum
+    from lockstep.step.hooks import StepHook
+
+
+class LocalSgd(Extra):
+    """Average the weights every so many steps instead of summing gradients.
+
+    Args:
+        every: steps between averages; there is one before each validation and checkpoint, too.
+    """
+
+    own_weights = True
+
+    def __init__(self, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: must be 1 or more")
+        self.every = every
+
+    @property
+    def setting(self) -> str:
+        return f"extras.local_sgd.every={self.every}"
+
+    def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
+        layout = config.layout
+        if layout.strategy != "ddp":
+            yield f"strategy={layout.strategy}", "only ddp's processes have weights of their own; strategy=ddp"
+        if layout.exact:
+            yield "exact=true", "the result depends on the number of devices"
+        if config.strategy.compression != "none":
+            yield f"strategy.compression={config.strategy.compression}", "no gradient is sent"
+        if config.nonfinite == "skip":
+            yield "nonfinite=skip", "other steps have built on it by then"
+        if config.precision == "16-mixed":
+            yield "precision=16-mixed", "its loss scale is one for all; bf16-mixed"
+
+    def describe(self) -> str:
+        every = plural(self.every, "step")
+        return f"weights averaged every {every} (the result depends on the number of devices)"
+
+    def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
+        if resumes:
+            yield (
+                f"{self.setting}: the checkpoint has rank zero's optimizer state for all, so the run does not end with "
+                "the bits of one that was never interrupted"
+            )
+
+    def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
+        from lockstep.extras.local_sgd.average import OwnGradients
+
+        return OwnGradients(gradients)
+
+    def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
+        from lockstep.extras.local_sgd.average import Averages
+
+        return [Averages(self.every)]

@@ -1,0 +1,54 @@
+"""Each process keeps its own gradient, and all average their weights."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+from lockstep.step.batch import MicroBatch, StepBatch
+from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained
+from lockstep.step.hooks import StepHook
+from lockstep.step.passes import Step
+
+
+class OwnGradients(WrappedGradientSum):
+    """The gradient of the mean loss over this process's samples; nothing is sent."""
+
+    def __init__(self, inner: GradientSum) -> None:
+        super().__init__(inner)
+        self.options.uses_reducer = False
+
+    @property
+    def processes(self) -> int:
+        return 1
+
+    def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
+        return float(sum(micro_batch.sizes) / step_batch.num_local_samples)
+
+    def reduce(self, step: Step) -> Step:
+        return step
+
+
+class Averages(StepHook):
+    """Averages the weights of all processes after every so many steps, and before somebody reads them. When, follows
+    from the step; a counter, such as that of Lightning's `model_averaging_period`, begins anew in a resumed run."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._module: Any = None  # whose weights may differ from those of other processes; None: they are the same
+
+    def after_optimizer_step(self, step: Step) -> None:
+        self._module = step.module
+        if (step.number + 1) % self.every == 0:
+            self.before_weights_are_read()
+
+    def before_weights_are_read(self) -> None:
+        """Average copies by torch's own function: it lays weights out anew, and an optimizer's state would stay."""
+        if self._module is not None:
+            weights = [parameter.detach() for parameter in trained(self._module)]
+            self._module = None
+            copies: list[Any] = [weight.clone() for weight in weights]
+            everybody: Any = dist.group.WORLD
+            average_parameters(iter(copies), everybody)
+            torch._foreach_copy_(weights, copies)

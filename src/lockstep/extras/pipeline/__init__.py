@@ -1,0 +1,40 @@
+"""`strategy=pipeline`: a process per device, each with a stage of the network, through which a step's pieces flow."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from lockstep.strategies import Strategy
+
+if TYPE_CHECKING:
+    from lockstep.arithmetic.layout import Layout
+    from lockstep.strategies.base import PieceStrategy
+
+
+class Pipeline(Strategy):
+    """A process per device, a stage of the network each.
+
+    Args:
+        split: parts with which the second and later stages begin, by number or name; None: by measured time.
+    """
+
+    staged = True
+
+    def __init__(self, split: tuple[int | str, ...] | None = None) -> None:
+        super().__init__()
+        self.split = split
+
+    def name_on(self, devices: int) -> str:
+        return "pipeline"
+
+    def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:
+        if config.layout.num_devices == 1:
+            yield "strategy=pipeline", "devices=1", "a stage needs a device of its own; devices=2"
+        if config.compile:
+            yield "compile=true", "strategy=pipeline", "a stage's layers are called one by one; strategy=ddp"
+        if config.precision.startswith("16-"):
+            yield "strategy=pipeline", f"precision={config.precision}", "its loss scale is one device's; bf16-mixed"
+
+    def make(self, layout: "Layout") -> "PieceStrategy":
+        from lockstep.extras.pipeline.strategy import StagedStrategy
+
+        return StagedStrategy(self.split or ())
