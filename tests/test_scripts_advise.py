@@ -17,7 +17,7 @@ TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_cl
 
 @pytest.mark.slow
 def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
-    run = Program(tmp_path, "scripts/advise.py")(*TINY, "seconds=0.1", "batch_size=4", "threads=1", cwd=ROOT)
+    run = Program(tmp_path, "scripts/lab/advise.py")(*TINY, "seconds=0.1", "batch_size=4", "threads=1", cwd=ROOT)
     report = json.loads((run.folder / "advise.json").read_text())
     choices = report["choices"]
     assert {choice["strategy"] for choice in choices} == {"single", "ddp", "dp"}
@@ -32,7 +32,7 @@ def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
 
 
 def test_what_to_measure_is_refused_before_anything_is_run(tmp_path: Path) -> None:
-    run = Program(tmp_path, "scripts/advise.py")(*TINY, "seconds=-1", ok=False)
+    run = Program(tmp_path, "scripts/lab/advise.py")(*TINY, "seconds=-1", ok=False)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("error: seconds=-1: must be")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.players import OPPONENTS, play
 from conftest import forked
-from parts.players import OPPONENTS, play
 from traces import per_step, traced
 
 PLAYER = """
@@ -86,7 +86,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "said"), REFUSED)
 def test_refusals_are_one_line(arguments: list[str], said: str) -> None:
     program, *given = arguments
-    done = forked(f"scripts/bench/{program}", *given)
+    done = forked(f"scripts/lab/{program}", *given)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1

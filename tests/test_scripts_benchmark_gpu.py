@@ -11,9 +11,9 @@ import gpu_day
 import pytest
 import torch
 import torch.distributed as dist
+from bench import steps
+from bench.players import OPPONENTS
 from gpu_day import Trial
-from parts import steps
-from parts.players import OPPONENTS
 
 from lockstep.config import check as config
 from lockstep.config.check import check

@@ -45,7 +45,7 @@ def test_all_ways_give_the_same_bits(tmp_path: Path) -> None:
     for rank in range(4):
         np.save(tmp_path / f"gradient_{rank}.npy", rng.standard_normal(ELEMENTS).astype(np.float32))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [str(ROOT / "scripts" / "network" / "summing.py"), "check", str(tmp_path)]
+    command = [str(ROOT / "scripts" / "lab" / "network" / "summing.py"), "check", str(tmp_path)]
     workers = [Fork([*command, str(rank), "4", endpoint, "2"], ROOT, environment) for rank in range(4)]
     for worker in workers:
         assert worker.communicate(timeout=180) is not None
@@ -81,7 +81,7 @@ dist.barrier()
 
 
 def test_the_kernel_counts_what_the_formulas_say(machines: Machines) -> None:
-    code = COUNTED.format(scripts=str(ROOT / "scripts"), src=str(ROOT / "src"))
+    code = COUNTED.format(scripts=str(ROOT / "scripts" / "lab"), src=str(ROOT / "src"))
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-c", code]
     running = [
@@ -99,7 +99,7 @@ def test_the_kernel_counts_what_the_formulas_say(machines: Machines) -> None:
 
 
 def test_a_limited_link_is_measured_and_the_table_says_so(machines: Machines, tmp_path: Path) -> None:
-    run = Program(tmp_path, "scripts/communication.py")(
+    run = Program(tmp_path, "scripts/lab/communication.py")(
         *TINY, "devices=2", "batch_size=8", "rounds=2", "rate=800mbit", timeout=300
     )
     found = json.loads((run.folder / "communication.json").read_text())
@@ -115,7 +115,7 @@ def test_a_limited_link_is_measured_and_the_table_says_so(machines: Machines, tm
 
 
 def test_without_namespaces_a_rate_is_refused_in_a_line(tmp_path: Path) -> None:
-    program, nowhere = Program(tmp_path, "scripts/communication.py"), {"PATH": str(tmp_path)}
+    program, nowhere = Program(tmp_path, "scripts/lab/communication.py"), {"PATH": str(tmp_path)}
     run = program(*TINY, "devices=2", "rate=100mbit", env=nowhere, ok=False)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
@@ -157,7 +157,7 @@ def test_buckets_are_ddps() -> None:
 
 @pytest.mark.slow
 def test_advise_measures_one_device_and_predicts_several_machines(tmp_path: Path) -> None:
-    run = Program(tmp_path, "scripts/advise.py")(
+    run = Program(tmp_path, "scripts/lab/advise.py")(
         *TINY, "seconds=0.1", "batch_size=4", "link=[100mbit,10gbit]", cwd=ROOT
     )
     report = json.loads((run.folder / "advise.json").read_text())

@@ -109,7 +109,7 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
 
 def test_what_it_costs_is_measured() -> None:
     task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16", "pieces=4")
-    done = forked("scripts/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)
+    done = forked("scripts/lab/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)
     ddp, cut = ([part.strip() for part in line.split("|")[1:-1]] for line in done.stdout.splitlines()[-2:])
     assert (ddp[1], cut[1], ddp[5], ddp[6]) == ("`strategy=ddp`", "`strategy=pipeline`", "1.00", "")
     assert 0 < float(cut[6].rstrip("%")) < 100

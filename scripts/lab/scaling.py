@@ -1,7 +1,7 @@
 """What a step of ddp takes on several machines with one device each, from what one device takes and a link.
 
-    python scripts/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
-    python scripts/scaling.py 1.19 44.7 1gbit 400gbit@5us    # on paper: seconds of a step, MB of its gradient
+    python scripts/lab/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
+    python scripts/lab/scaling.py 1.19 44.7 1gbit 400gbit@5us    # on paper: seconds of a step, MB of its gradient
 
 A machine of n computes the n-th part of the step's samples, which is measured here, on one device. DDP sends gradients
 in buckets, last layer first; each bucket's all-reduce (a ring) starts when backward has made its last gradient, and the
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from common.showing import markdown
 from network.link import Link
@@ -56,7 +57,7 @@ def links(given: Any, outputs: str) -> dict[str, Link]:
             results = sorted(Path(outputs).glob("*/*/communication.json"), key=lambda path: path.stat().st_mtime)
             if not results:
                 raise UserError(
-                    f"link=newest: no */*/communication.json in {outputs}; scripts/communication.py makes it"
+                    f"link=newest: no */*/communication.json in {outputs}; scripts/lab/communication.py makes it"
                 )
             found[str(results[-1].parent)] = Link.measured(results[-1])
         elif Path(str(name)).exists():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from parts.players import OPPONENTS, Row, program, row
+from bench.players import OPPONENTS, Row, program, row
 from PIL import Image
 
 from lockstep.run.summary import summary_of

@@ -1,8 +1,8 @@
 """One run under torchrun over several machines, struck within its life: a worker, a machine, a link, the machine that
 serves torchrun's store.
 
-The machines are network namespaces (scripts/network/machines.py), none of which sees another one's runs. Linux and root
-only.
+The machines are network namespaces (scripts/lab/network/machines.py), none of which sees another one's runs. Linux and
+root only.
 """
 
 import re

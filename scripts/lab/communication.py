@@ -1,7 +1,7 @@
 """Who talks to whom when gradients are summed over workers, and what it costs:
 
-    python scripts/communication.py model=resnet18 devices=4                # on this machine's memory
-    python scripts/communication.py model=resnet18 devices=4 rate=200mbit   # on links as slow as that, as root
+    python scripts/lab/communication.py model=resnet18 devices=4                # on this machine's memory
+    python scripts/lab/communication.py model=resnet18 devices=4 rate=200mbit   # on links as slow as that, as root
 
 Measures a link's latency (alpha) and time per byte (beta) by ping-pong, then sums the model's own gradient over 2, 3,
 ... `devices` workers by a parameter server, a ring, halving and doubling, and gloo's own all-reduce: `collectives.py`.
@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch

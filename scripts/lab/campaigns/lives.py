@@ -115,7 +115,7 @@ def _live(program: str, arguments: list[str], elsewhere: Sequence[str], output: 
     os.dup2(output, 2)
     os.chdir(ROOT)
     if elsewhere:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts" / "lab"), os.environ.get("PYTHONPATH", "")])
         os.execvp(elsewhere[0], [*elsewhere, f"src/{program}.py", *arguments])
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parts.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
+from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
 from lockstep.launch.machine import computes_bf16
 

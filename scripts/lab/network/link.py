@@ -80,7 +80,7 @@ class Link:
             found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
             return cls(found["alpha"], found["beta"], found["gamma"], tuple(found["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"link={path}: no communication.json of scripts/communication.py ({error})") from None
+            raise UserError(f"link={path}: no communication.json of scripts/lab/communication.py ({error})") from None
 
     def cost(self, way: str, workers: int, size: int) -> Cost:
         """Of the sum of vectors of `size` bytes by one of the ways of network/collectives.py."""

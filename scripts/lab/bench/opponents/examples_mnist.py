@@ -1,6 +1,6 @@
 """The MNIST program of pytorch/examples, written anew after its description, for `benchmark.py accuracy`:
 
-    python scripts/bench/opponents/examples_mnist.py <folder with MNIST/> 0.99
+    python scripts/lab/bench/opponents/examples_mnist.py <folder with MNIST/> 0.99
 
 Same network, optimizer, schedule, batch sizes and data path: torchvision's MNIST through per-image transforms and a
 DataLoader. Added: it ends once an epoch's test accuracy reaches the target, and it says the seconds since it began.

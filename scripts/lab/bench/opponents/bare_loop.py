@@ -1,7 +1,8 @@
 """The loop that people write by hand: images in memory as floats, a permutation, forward, backward, step.
 
-    python scripts/bench/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16] [--device cuda]
-    python scripts/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
+    python scripts/lab/bench/opponents/bare_loop.py --task task.pt --threads 1 [--levers] [--precision bf16]
+        [--device cuda]
+    python scripts/lab/bench/opponents/bare_loop.py --memory mnist_cnn <batch size> <steps> <images>
 
 As fast as its kind can be: no metrics, no logger, no validation, one line every 50 steps. `--levers` gives it all that
 Lockstep's default path uses: freed memory is kept (mallopt), channels_last, index_select. On a GPU they are

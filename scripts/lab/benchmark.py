@@ -1,8 +1,8 @@
 """Every claim about speed, measured: ours against what one would run instead.
 
-    python scripts/bench/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
-    python scripts/bench/benchmark.py step pieces                          # some
-    python scripts/bench/benchmark.py gpu                                  # left out above where there is no GPU
+    python scripts/lab/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
+    python scripts/lab/benchmark.py step pieces                          # some
+    python scripts/lab/benchmark.py gpu                                  # left out above where there is no GPU
 
 Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
 rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from common.machine import cpu_name
+from bench import folders, growth, programs, steps
+from bench.machine import cpu_name
+from bench.players import Row
 from common.showing import markdown
-from parts import folders, growth, programs, steps
-from parts.players import Row
 
 from lockstep.config.checks import ROOT
 from lockstep.config.familiar import unknown

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
-from parts.players import Row, program, row
+from bench.players import Row, program, row
 
 from lockstep.config.checks import ROOT
 from lockstep.run.summary import summary_of
@@ -71,7 +71,7 @@ def memory() -> list[Row]:
     memory of all processes of a run (PSS), in which shared pages count once. Linux only."""
     rows = []
     for model, (batch_size, steps, samples) in MEMORY_CASES.items():
-        bare = ["scripts/bench/opponents/bare_loop.py", "--memory", model, *map(str, (batch_size, steps, samples))]
+        bare = ["scripts/lab/bench/opponents/bare_loop.py", "--memory", model, *map(str, (batch_size, steps, samples))]
         other, other_total = watch(bare, workers=False)
         for devices in (1, 2):
             with tempfile.TemporaryDirectory() as outputs:
@@ -140,7 +140,7 @@ def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
 
 def opponent(data_dir: str) -> tuple[float, float]:
     """The same of the opponent; its own clock starts with its first line."""
-    said = program("scripts/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
+    said = program("scripts/lab/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
     reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
     return float(reached), float(seconds)
 

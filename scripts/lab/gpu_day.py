@@ -1,8 +1,8 @@
 """What only a GPU can show, tried in the order in which it tells most, on one page:
 
-    python scripts/bench/gpu_day.py                       # all: half an hour at most
-    python scripts/bench/gpu_day.py layouts bits          # some parts
-    python scripts/bench/gpu_day.py --accelerator=cpu     # a rehearsal: the same trials on a machine without one
+    python scripts/lab/gpu_day.py                       # all: half an hour at most
+    python scripts/lab/gpu_day.py layouts bits          # some parts
+    python scripts/lab/gpu_day.py --accelerator=cpu     # a rehearsal: the same trials on a machine without one
 
 Each trial is a program of its own with a time limit; one that hangs is killed whole. gpu_day.md and gpu_day.json in the
 folder `--to` are written anew after each trial, and a later call with other parts adds to them. A refusal in one line
@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
-from common.machine import facts
+from bench.machine import facts
 
 from lockstep.config.checks import ROOT
 from lockstep.config.familiar import unknown
@@ -104,11 +104,11 @@ def trials(accelerator: str, devices: int) -> Iterator[Trial]:
     auto = (*train, "data.image_size=48", "batch_size=256", "max_steps=2", "accumulate_grad_batches=auto")
     yield Trial("memory", "auto finds what fits", [[(*auto, "memory_budget=200")]], 240)
     yield Trial("memory", "control: nothing fits", [[(*auto, "batch_size=2", "memory_budget=1")]], 240, code=2)
-    chaos = ("scripts/chaos.py", "--faults=4", "--layouts=single", "--seed=2", f"accelerator={accelerator}")
+    chaos = ("scripts/lab/chaos.py", "--faults=4", "--layouts=single", "--seed=2", f"accelerator={accelerator}")
     yield Trial("kills", "killed, ended, stopped, each time resumed", [[chaos]], 300)
     yield Trial("kills", "control: resumed with another seed", [[(*chaos, "--control")]], 300, code=1)
     if not cpu:
-        yield Trial("benchmark", "benchmark.py gpu", [[("scripts/bench/benchmark.py", "gpu")]], 560)
+        yield Trial("benchmark", "benchmark.py gpu", [[("scripts/lab/benchmark.py", "gpu")]], 560)
 
 
 def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Row:

@@ -1,7 +1,7 @@
 """What a way of running costs, beside others, on this machine or on links of a limited rate:
 
-    python scripts/ways.py 'strategy=ddp' 'strategy=pipeline' -- model=resnet18 data=mnist pieces=8
-    python scripts/ways.py 'strategy=ddp' 'strategy=ddp late=1' --rate 50mbit --rate 200mbit -- data=synthetic
+    python scripts/lab/ways.py 'strategy=ddp' 'strategy=pipeline' -- model=resnet18 data=mnist pieces=8
+    python scripts/lab/ways.py 'strategy=ddp' 'strategy=ddp late=1' --rate 50mbit --rate 200mbit -- data=synthetic
 
 A way is some overrides of train.py, what follows `--` is every run's. All ways take turns, `--rounds` times, one thread
 a worker, and a Markdown table says: medians of a step and of a sample, the ratio of samples per second to the first
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 
 from network.link import bits_per_second
 from network.machines import Machines, NoMachines
@@ -39,7 +39,7 @@ COLUMNS += ["waits", "sent, MiB a step", "held, MiB", "process, MiB"]
 
 @dataclass
 class Way:
-    """What its runs took, of each step seconds; of each run what its workers' clocks say (common.clock)."""
+    """What its runs took, of each step seconds; of each run what its workers' clocks say (bench.clock)."""
 
     overrides: str
     samples: int = 0  # of a step
@@ -100,7 +100,7 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
     warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten
     steps = warmup + options.steps
     asked = [sys.executable, "src/train.py", "accelerator=cpu", "threads=1", f"max_steps={steps}", "max_epochs=1000000"]
-    asked += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=common.clock.Clock"]
+    asked += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=bench.clock.Clock"]
     asked += [*everywhere, *way.overrides.split()]
     if machines is None:
         commands = [[*asked, f"devices={options.devices}", f"outputs={folder}/0"]]
@@ -108,7 +108,7 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
         commands = [
             machines.rank(index, [*asked, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
         ]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts' / 'lab'}"}
     with (folder / "log").open("w+") as log:
         started = [subprocess.Popen(each, cwd=ROOT, env=environment, stdout=log, stderr=log) for each in commands]
         codes = [process.wait() for process in started]

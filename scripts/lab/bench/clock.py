@@ -1,4 +1,4 @@
-"""A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=common.clock.Clock`."""
+"""A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
 
 import json
 import time

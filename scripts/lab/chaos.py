@@ -1,9 +1,9 @@
 """Strikes a run again and again, resumes it as a user would, and compares its end with that of the undisturbed run:
 
-    python scripts/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
-    python scripts/chaos.py --faults 300 --exact model.dropout=0.5
-    python scripts/chaos.py --faults 6 --machines 3
-    python scripts/chaos.py --faults 200 --silent --aimed --clean 20000
+    python scripts/lab/chaos.py --faults 20 --layouts single,dp,ddp,ddp_accumulate
+    python scripts/lab/chaos.py --faults 300 --exact model.dropout=0.5
+    python scripts/lab/chaos.py --faults 6 --machines 3
+    python scripts/lab/chaos.py --faults 200 --silent --aimed --clean 20000
 
 Workers, their parent or all of them are killed, asked to end, or stopped for a while; the disk is full from one moment
 on; the newest checkpoint is damaged where it lies. What strikes, and whom, follows from --seed (when, by the clock).
@@ -36,7 +36,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from campaigns.campaign import Campaign, schedule
 from campaigns.faults import FAULTS

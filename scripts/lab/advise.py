@@ -1,7 +1,7 @@
 """Which layout is fastest on this machine for a model, a data set and a batch size:
 
-    python scripts/advise.py model=resnet18 data=cifar10 batch_size=256
-    python scripts/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]   # on several machines?
+    python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256
+    python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]  # several machines?
 
 Says what this machine is; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
 and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
@@ -21,10 +21,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import scaling
-from common import machine
+from bench import machine
 from common.showing import markdown
 from network.link import Link
 
@@ -158,7 +159,7 @@ def measure(
     `peak_gib`; and what the clock is asked for: of `pieces` the median seconds of one on each rank, of `gradients` what
     rank zero's clock says."""
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
-    bare["callbacks"] = {"clock": {"_target_": "common.clock.Clock", **timed}}
+    bare["callbacks"] = {"clock": {"_target_": "bench.clock.Clock", **timed}}
     config = check({**raw, **bare, **choice.changes()})
     run = folder / "run"
     run.mkdir()

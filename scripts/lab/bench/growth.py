@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench.players import Row, program, row
+from bench.programs import watch
 from common.showing import our_pyplot, style
-from parts.players import Row, program, row
-from parts.programs import watch
 
 from lockstep.config.checks import ROOT
 from lockstep.run.summary import summary_of

@@ -17,7 +17,7 @@ from lockstep.config.checks import ROOT
 
 Command = Sequence[str]
 
-OPPONENTS = ROOT / "scripts" / "bench" / "opponents"
+OPPONENTS = ROOT / "scripts" / "lab" / "bench" / "opponents"
 # train.py as users run it, with one callback more: it waits for its turns.
 TRAIN = ("src/train.py", "+callbacks.turns={_target_: turns.callback}")
 
