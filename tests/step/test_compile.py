@@ -13,7 +13,7 @@ import torch._dynamo
 import torch._inductor.config
 from conftest import Run, apart
 from own_runs import DDP, go_on, same_bits, train
-from test_step_loop import Net, fit
+from step.test_loop import Net, fit
 from torch import nn
 
 from lockstep.config import check as config

@@ -70,7 +70,7 @@ OTHER: dict[str, Any] = {
     "image_folder: data.augment.fill": "zero",
     "image_list: data.augment.fill": "zero",
 }
-# Without a list there are no images; the others are in tests/test_run_optimizers.py.
+# Without a list there are no images; the others are in tests/run/test_optimizers.py.
 BESIDE = {"data.csv", "plateau: scheduler.interval", "optimizer.lr"}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_data import config, one_line
+from small_data import config, one_line, write_images
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
@@ -18,17 +18,6 @@ from lockstep.errors import UserError
 from project.data import ImageFiles, image_folder, image_list
 from project.data.folders import class_folders
 from project.data.labelled import decode, split
-
-
-def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
-    rng = np.random.default_rng(2)
-    for part in parts:
-        for name in ("cat", "dog"):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            for number in range(each):
-                Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
-    return root
 
 
 def test_image_folder(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import Program
-from small_data import config
-from test_project_image_folder import write_images
+from small_data import config, write_images
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError

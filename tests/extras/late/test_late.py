@@ -11,7 +11,7 @@ import torch
 from conftest import RANDOM, Program, checkpoint_of, summary_of
 from own_runs import DATA, DDP, DP, Replica, batches, go_on, same_as, same_bits, train
 from plain import QUIET
-from test_step_loop import BATCH, Net, splits
+from step.test_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule
