@@ -28,6 +28,7 @@ import scaling
 from bench import machine
 from common.showing import markdown
 from network.link import Link
+from pages import add_pages
 
 from lockstep.config.check import Config, check
 from lockstep.config.checks import Positive, checker
@@ -218,4 +219,4 @@ def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> st
 
 
 if __name__ == "__main__":
-    cli.command(advise, "advise")
+    cli.command(advise, "advise", add_pages())

@@ -30,6 +30,7 @@ from common.showing import our_pyplot, style
 from network.collectives import SUMS
 from network.link import Cost, Link, bits_per_second
 from network.machines import Machines, NoMachines
+from pages import add_pages
 from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
@@ -199,4 +200,4 @@ def draw(rows: list[Row], path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.command(communicate, "communication")
+    cli.command(communicate, "communication", add_pages())

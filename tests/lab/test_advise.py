@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from advise import Choice, conclusion
-from conftest import ROOT, Program
+from conftest import ROOT, Program, forked
 
 from lockstep.config.check import check
 from lockstep.errors import UserError
@@ -29,6 +29,16 @@ def test_an_answer_rests_on_what_was_run(tmp_path: Path) -> None:
     assert min(report["speeds"]) == 1
     assert len(report["speeds"]) == max(choice["devices"] for choice in choices)
     assert run.stdout.startswith("python ")
+
+
+def test_a_front_page_of_the_lab_is_not_in_conf(tmp_path: Path) -> None:
+    """It lies beside the programs, and is shown, composed with train.yaml and checked from any folder."""
+    for name, key in (("advise", "seconds: 2"), ("communication", "rounds: 5")):
+        assert not (ROOT / "conf" / f"{name}.yaml").exists()
+        assert key in forked(f"scripts/lab/{name}.py", "--help", cwd=tmp_path).stdout
+        composed = forked(f"scripts/lab/{name}.py", "model=resnet18", "--cfg", "job", cwd=tmp_path)
+        assert (composed.returncode, composed.stderr) == (0, "")
+        assert {key, "batch_size: 64", "  name: resnet18"} <= set(composed.stdout.splitlines())
 
 
 def test_what_to_measure_is_refused_before_anything_is_run(tmp_path: Path) -> None:
