@@ -7,7 +7,7 @@ line goes to every trial. The search's own keys are trials=20, metric=val/acc, m
 a search that was cut short, or joins one that runs: the same command beside it. In the folder lie the trials' runs, by
 number, with what they said in <number>.log, Optuna's study.db, and experiment/best.yaml.
 
-A trial is forked from the search as a job is from its sweep (lockstep/sweeps/jobs.py), and runs what src/train.py does.
+A trial is forked from the search as a job is from its sweep (lockstep/run/sweeps.py), and runs what src/train.py does.
 """
 
 import contextlib

@@ -287,7 +287,7 @@ def run_evaluate(tmp_path: Path) -> Program:
 @pytest.fixture
 def forked_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the benchmark runs to its end is a fork."""
-    from parts import players
+    from bench import players
 
     run = SimpleNamespace(run=lambda command, **options: forked(*command[1:]))
     monkeypatch.setattr(players, "subprocess", SimpleNamespace(**(vars(subprocess) | vars(run))))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from PIL import Image
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.data import ArrayDataset, DataModule, Spec, Splits
@@ -63,6 +64,17 @@ def step_batches(made: DataModule) -> list[StepBatch]:
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
     return {**OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
+
+
+def write_images(root: Path, parts: tuple[str, ...] = ("train", "test"), each: int = 6) -> Path:
+    rng = np.random.default_rng(2)
+    for part in parts:
+        for name in ("cat", "dog"):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for number in range(each):
+                Image.fromarray(rng.integers(0, 256, (20, 14, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    return root
 
 
 def one_line(error: pytest.ExceptionInfo[UserError]) -> str:

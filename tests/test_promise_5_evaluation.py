@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from callbacks.test_dashboard import Board
 from conftest import Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_runs import jobs, train
-from test_callbacks_dashboard import Board
 from torch import Tensor
 
 from lockstep.step.metrics import Count, ExactMean

@@ -1,4 +1,4 @@
-"""Promise 6: struck at random, a run goes on. scripts/chaos.py with a short seed; docs/daily.md quotes a long one."""
+"""Promise 6: struck at random, a run goes on. scripts/lab/chaos.py, a short seed; docs/daily.md quotes a long one."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from network.machines import Machines, NoMachines
 pytestmark = pytest.mark.slow
 
 
-CHAOS = ROOT / "scripts" / "chaos.py"
+CHAOS = ROOT / "scripts" / "lab" / "chaos.py"
 # Its damage is an end cut off: a flipped bit may be one that nobody reads, see test_promise_8_fuzz.py.
 SEED = "--seed=2"
 SMALL = ("data=synthetic", "data.samples=800", "data.image_size=12", "data.num_classes=3", "checkpoint_every=2")

@@ -1,6 +1,6 @@
 """Promise 6: killed at any moment, a run goes on to the bitwise same end; and promise 9, through the programs.
 
-scripts/chaos.py does the same at random and at length; here each case is one that a reader can follow.
+scripts/lab/chaos.py does the same at random and at length; here each case is one that a reader can follow.
 """
 
 import os

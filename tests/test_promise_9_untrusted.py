@@ -126,7 +126,7 @@ net:
 
 
 def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
-    """More of it: test_docs_own_page.py."""
+    """More of it: docs/test_own_page.py."""
     (tmp_path / "conf" / "model").mkdir(parents=True)
     (tmp_path / "conf" / "model" / "bought.yaml").write_text(BOUGHT)
     own = "--config-dir", str(tmp_path / "conf")

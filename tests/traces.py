@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.players import program
+from bench.players import program
 
 
 def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:

@@ -92,8 +92,8 @@ def sweeps(override: str) -> bool:
 # --- help ---
 
 
-def page(config_name: str, arguments: Sequence[str]) -> str:
-    """The help of a program: the files of the groups that a command line chooses, or the front page."""
+def page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
+    """The help of a program: the files of the groups that a command line chooses, or its front page in `pages`."""
     found, chosen = parsed(arguments), []
     folders = [CONF, *([Path(found.config_dir)] if found.config_dir else [])]
     for override in found.overrides:
@@ -103,12 +103,12 @@ def page(config_name: str, arguments: Sequence[str]) -> str:
             if not files:
                 raise UserError(no_option(group, name))
             chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
-    return "\n\n".join(chosen) or front_page(config_name)
+    return "\n\n".join(chosen) or front_page(pages / f"{config_name}.yaml")
 
 
-def front_page(config_name: str) -> str:
-    """How to call a program, what each group offers, and the front page of conf/ itself, with its comments."""
-    text = (CONF / f"{config_name}.yaml").read_text()
+def front_page(file: Path) -> str:
+    """How to call a program, what each group offers, and the front page itself, with its comments."""
+    text = file.read_text()
     usage, _, keys = text.partition("defaults:\n")
     keys = keys[keys.index("\n\n") :].strip()
     groups = []

@@ -47,17 +47,20 @@ class SweepFailed(Exception):
     """Jobs of a sweep failed; the others ended well."""
 
 
-def command(job: Job, config_name: str) -> NoReturn:
+def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoReturn:
     """Runs `job(config, run folder)` under Hydra, once or for every job of a sweep, and exits.
 
     Exit codes: 0 completed, 1 failed (of a sweep: any job), 2 bad input, 130 interrupted from the keyboard, 143
     terminated.
+
+    Args:
+        pages: the folder of `config_name`, for `--help`. Hydra's search path holds it if it is not conf/.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
     import_quickly()
-    code, said = run(job, config_name)
+    code, said = run(job, config_name, pages)
     if code == 0:
         forget_agreed()
     for number in ENDING:  # it ends
@@ -68,7 +71,7 @@ def command(job: Job, config_name: str) -> NoReturn:
     leave(code)
 
 
-def run(job: Job, config_name: str) -> tuple[int, str]:
+def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
@@ -116,7 +119,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
         if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.at_once":  # the imports are done
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if {"--help", "-h"} & set(sys.argv):
-            page = arguments.page(config_name, keyed(sys.argv[1:]))
+            page = arguments.page(config_name, keyed(sys.argv[1:]), pages)
             with suppress(BrokenPipeError):  # piped into head, say
                 print(page, flush=True)
             return 0, ""

@@ -4,7 +4,7 @@ A batch that the loader yields is a `StepBatch`: what this process computes of o
 Lightning counts in batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
 The private names of Lightning that the project builds on stand in this file and in step/evaluation_logs.py;
-tests/test_step_loop.py fails when they change:
+tests/step/test_loop.py fails when they change:
 
 - `_TrainingEpochLoop`: `advance` makes a step; its `_results` and `_build_kwargs`, its `_batches_that_stepped`, and the
   `optim_progress` of its `automatic_optimization`, which counts steps.

@@ -1,0 +1,222 @@
+"""Which layout is fastest on this machine for a model, a data set and a batch size:
+
+    python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256
+    python scripts/lab/advise.py model=resnet18 data=cifar10 batch_size=256 link=[100mbit,10gbit]  # several machines?
+
+Says what this machine is; then makes some optimizer steps on 1, 2, 4, ... devices, with 1, 2
+and 4 pieces each, under ddp and dp, and names the fastest layout. Where devices differ in speed it names the
+`strategy.shares` that keep them all busy. With `link` it answers another question: what a step would take on several
+machines that are joined so (see `scaling.py`). Takes the config of train.py; writes advise.json.
+"""
+
+import itertools
+import json
+import logging
+import math
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import scaling
+from bench import machine
+from common.showing import markdown
+from network.link import Link
+from pages import add_pages
+
+from lockstep.config.check import Config, check
+from lockstep.config.checks import Positive, checker
+from lockstep.data import Splits
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
+from lockstep.launch.agent import WorkerFailed, launch
+from lockstep.launch.environment import external_workers
+from lockstep.launch.machine import cores, gpu_count
+from lockstep.run import cli
+from lockstep.run.summary import write_summary
+from lockstep.run.training import train
+
+ACCUMULATE = (1, 2, 4)  # what is offered to each device
+WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: left out; counted
+ROUNDS = 2  # in turns, since the machine may slow down and recover
+UNEVEN = 1.15  # times as fast as the slowest device, from which on shares are named
+
+
+@dataclass
+class Choice:
+    """A layout, and what was measured of it."""
+
+    strategy: str
+    devices: int
+    accumulate_grad_batches: int
+    piece: int  # samples
+    seconds: float | None = None  # of an optimizer step
+    peak_gib: float | None = None  # of the largest process
+    failed: str | None = None
+
+    def __str__(self) -> str:
+        name = "auto" if self.devices == 1 else self.strategy
+        return f"strategy={name} devices={self.devices} accumulate_grad_batches={self.accumulate_grad_batches}"
+
+    def changes(self) -> dict[str, Any]:
+        """To a config, which choose this layout."""
+        layout = {"devices": self.devices, "accumulate_grad_batches": self.accumulate_grad_batches, "pieces": None}
+        return layout | {"strategy": {"name": "auto" if self.devices == 1 else self.strategy}}
+
+
+def advise(raw: dict[str, Any], folder: Path) -> None:
+    """Measures, and answers."""
+    seconds, link = checker(Positive)("seconds", raw.pop("seconds")), raw.pop("link")
+    links = {} if link is None else scaling.links(link, raw["outputs"])
+    if external_workers() or raw["num_nodes"] != 1:
+        raise UserError("advise measures one machine, without torchrun")
+    facts = machine.facts()
+    print("\n".join(facts), flush=True)
+    config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
+    splits = replace(open_data(config.data, config.data_dir, config.seed), val=None, test=None)
+    find = partial(on_machines, links) if links else on_devices
+    report = find(raw, splits, folder, seconds)
+    print(report["answer"])
+    write_summary(folder / "advise.json", report | {"machine": facts, "config": raw})
+
+
+def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float) -> dict[str, Any]:
+    """Measures this machine's layouts, each for so many seconds."""
+    config = check({**raw, **Choice("auto", 1, 1, 0).changes()})
+    choices = offers(config)
+    one = measure(choices[0], raw, splits, folder, WARMUP + LEAST)
+    steps = enough(seconds / ROUNDS, one["seconds"])
+    for choice in choices * ROUNDS:
+        if choice.failed:
+            continue
+        print(f"measuring {choice} ...", file=sys.stderr)
+        try:
+            found = measure(choice, raw, splits, folder, steps)
+            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
+        except (UserError, WorkerFailed) as error:
+            choice.failed = str(error)
+    choices.sort(key=lambda choice: choice.seconds or math.inf)
+    several = [each for each in choices if each.strategy == "ddp" and each.accumulate_grad_batches > 1 and each.seconds]
+    speeds: list[float] = []  # of all devices at once, in pieces, against the slowest's
+    if several:
+        largest = max(several, key=lambda choice: choice.devices)
+        pieces = measure(largest, raw, splits, folder, steps, pieces=True)["pieces"]
+        speeds = [max(pieces) / piece for piece in pieces]
+    answer = conclusion(choices, config, speeds)
+    print(table(choices))
+    return {"answer": answer, "choices": [asdict(choice) for choice in choices], "speeds": speeds, "steps": steps}
+
+
+def on_machines(
+    links: dict[str, Link], raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
+) -> dict[str, Any]:
+    """Measures one device with the parts of a step that several machines would have, each for so many seconds."""
+    compression = raw["strategy"].get("compression", "none")
+    config = check({**raw, "devices": 1, "strategy": {"name": "auto"}})
+
+    def part(samples: int) -> scaling.Computed:
+        print(f"measuring {samples} samples ...", file=sys.stderr)
+        machines = config.layout.batch_size // samples
+        pieces = config.layout.pieces if raw["pieces"] is None else math.ceil(config.layout.pieces / machines)
+        alone, own = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
+        first = measure(alone, own, splits, folder, WARMUP + LEAST)
+        found = measure(alone, own, splits, folder, enough(seconds, first["seconds"]), gradients=True)
+        return scaling.Computed(found["median"], found["ready"], found["sizes"])
+
+    rows = scaling.predict(config, compression, links, part)
+    print(scaling.table(rows))
+    return {"answer": scaling.conclusion(rows), "machines": [asdict(row) for row in rows]}
+
+
+def enough(seconds: float, step: float) -> int:
+    """Steps of a run that is to last so long."""
+    return WARMUP + max(LEAST, min(MOST, int(seconds / step)))
+
+
+def offers(config: Config) -> list[Choice]:
+    """What is measured: 1, 2, 4, ... devices and all of them, in equal pieces; one device first."""
+    batch = config.layout.batch_size
+    most = cores() if config.layout.accelerator == "cpu" else gpu_count()
+    counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
+    found = []
+    for devices, pieces in itertools.product(counts, ACCUMULATE):
+        if batch % (devices * pieces) == 0:
+            # dp can't be compiled
+            names = ("single",) if devices == 1 else ("ddp",) if config.compile else ("ddp", "dp")
+            found += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
+    return found
+
+
+def measure(
+    choice: Choice, raw: dict[str, Any], splits: Splits, folder: Path, steps: int, **timed: bool
+) -> dict[str, Any]:
+    """A run of so many steps: `seconds` of a step, the lower quartile, since what else runs on the machine only adds;
+    `peak_gib`; and what the clock is asked for: of `pieces` the median seconds of one on each rank, of `gradients` what
+    rank zero's clock says."""
+    bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}}
+    bare["callbacks"] = {"clock": {"_target_": "bench.clock.Clock", **timed}}
+    config = check({**raw, **bare, **choice.changes()})
+    run = folder / "run"
+    run.mkdir()
+    try:
+        launch(_work, config, splits, run, layout=config.layout)
+        ranks = [json.loads((run / f"clock_{n}.json").read_text()) for n in range(config.layout.world_size)]
+    finally:
+        shutil.rmtree(run)
+    return {
+        "seconds": quantiles(ranks[0]["steps"][WARMUP - 1 :], n=4)[0],
+        "median": median(ranks[0]["steps"][WARMUP - 1 :]),
+        "peak_gib": max(rank["peak_gib"] for rank in ranks),
+        "pieces": [median(rank["pieces"]) for rank in ranks if rank["pieces"]],
+        "ready": ranks[0]["ready"],
+        "sizes": ranks[0]["sizes"],
+    }
+
+
+def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
+    logging.disable(logging.WARNING)  # the table says it all
+    return train(config, splits, folder)
+
+
+def table(choices: list[Choice]) -> str:
+    """The layouts, the fastest first."""
+    rows = []
+    for choice in choices:
+        sizes = choice.devices, choice.accumulate_grad_batches, choice.piece
+        measured = ("", "") if not choice.seconds else (f"{1000 * choice.seconds:.1f}", f"{choice.peak_gib:.2f}")
+        rows.append((choice.strategy, *sizes, *measured, choice.failed or ""))
+    names = ("layout", "devices", "pieces of each", "samples of a piece", "ms a step", "GiB of a process", "")
+    return markdown(names, rows)
+
+
+def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> str:
+    """Which layout, how much it gains, and the shares of devices that differ.
+
+    Raises:
+        UserError: no layout could be run.
+    """
+    best = choices[0]
+    if best.seconds is None:
+        raise UserError(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
+    said = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
+    alone = [choice.seconds for choice in choices if choice.devices == 1 and choice.seconds]
+    if best.devices > 1 and alone:
+        gain = min(alone) / best.seconds
+        said.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
+    if speeds and max(speeds) > UNEVEN:
+        shares = ",".join(f"{speed:.2g}" for speed in speeds)
+        said.append(
+            f"The {len(speeds)} devices differ in speed: strategy.shares=[{shares}] with pieces={8 * len(speeds)} or "
+            "so keeps them all busy."
+        )
+    return " ".join(said)
+
+
+if __name__ == "__main__":
+    cli.command(advise, "advise", add_pages())

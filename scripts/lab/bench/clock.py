@@ -1,0 +1,93 @@
+"""A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lockstep.callbacks.meter import peak_gib
+
+
+class Clock(pl.Callback):
+    """Each rank writes `clock_<rank>.json` into the run's folder when training ends: `steps`, seconds of each optimizer
+    step but the first; `pieces`, seconds of each micro-batch but a step's last one, whose backward pass may wait for
+    other ranks; `ready`, of each trained parameter when its gradient is complete, in seconds since the step's beginning
+    (medians), and `sizes`, their bytes; `peak_gib`, of a GPU what tensors took, else what the process took; `held`,
+    bytes of its parameters and of the optimizer's state; `waits`, the part of its time that a pipeline's stage waits;
+    `sent`, bytes a step that left the machine by eth0, 0 where it has none.
+
+    Args:
+        pieces: time them too. On a GPU this waits for each.
+        gradients: time them too. On a GPU this waits for each.
+    """
+
+    def __init__(self, pieces: bool = False, gradients: bool = False) -> None:
+        self.pieces = pieces
+        self.gradients = gradients
+        self.complete: list[float] = []  # when each of the step's gradients was made last
+        self.ready: list[list[float]] = []  # of each step
+        self.sizes: list[int] = []
+        self.ends: list[float] = []
+        self.backward: list[float] = []  # when each of the step's backward passes began
+        self.took: list[float] = []
+        self.begun = (0.0, 0)  # seconds waited and bytes sent by the first step's end
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.gradients:
+            return
+        trained = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        self.sizes, self.complete = [parameter.nbytes for parameter in trained], [0.0] * len(trained)
+
+        def made(index: int) -> Any:
+            def note(_: torch.Tensor) -> None:
+                self.complete[index] = _now(pl_module)
+
+            return note
+
+        for index, parameter in enumerate(trained):
+            parameter.register_post_accumulate_grad_hook(made(index))
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self.pieces:
+            self.backward.append(_now(pl_module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if self.ends:
+            self.ready.append([end - self.ends[-1] for end in self.complete])
+        self.ends.append(_now(pl_module))
+        self.begun = self.begun if self.ends[1:] else self._so_far(trainer)
+        self.took += [end - start for start, end in pairwise(self.backward)]
+        self.backward = []
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        steps = [end - start for start, end in pairwise(self.ends)]
+        found: dict[str, Any] = {
+            "steps": steps,
+            "pieces": self.took,
+            "peak_gib": peak_gib(pl_module.device),
+            "sizes": self.sizes,
+        }
+        strategy: Any = trainer.strategy
+        own = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
+        state = [value for each in trainer.optimizers[0].state.values() for value in each.values()]
+        found["held"] = sum(each.nbytes for each in [*own, *state] if torch.is_tensor(each))
+        waited, sent = (now - then for now, then in zip(self._so_far(trainer), self.begun, strict=True))
+        found |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
+        found["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
+        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+    def _so_far(self, trainer: pl.Trainer) -> tuple[float, int]:
+        lines = Path("/proc/self/net/dev").read_text().splitlines()
+        sent = next((int(line.split()[9]) for line in lines if line.strip().startswith("eth0:")), 0)
+        return getattr(trainer.strategy, "waited", 0.0), sent
+
+
+def _now(module: pl.LightningModule) -> float:
+    if module.device.type == "cuda":
+        torch.cuda.synchronize(module.device)
+    return time.perf_counter()

@@ -1,0 +1,166 @@
+"""Programs that run against each other in turns, a block of steps each (see opponents/turns.py)."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from lockstep.config.checks import ROOT
+
+Command = Sequence[str]
+
+OPPONENTS = ROOT / "scripts" / "lab" / "bench" / "opponents"
+# train.py as users run it, with one callback more: it waits for its turns.
+TRAIN = ("src/train.py", "+callbacks.turns={_target_: turns.callback}")
+
+
+def program(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Runs a Python program from its start to its end, and returns what it printed.
+
+    Raises:
+        RuntimeError: it failed; with the last of what it said.
+    """
+    more = os.environ | (environment or {})
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=more, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+class Player:
+    """A program in a process of its own, which makes steps when it is told to."""
+
+    def __init__(self, name: str, command: Command, environment: Mapping[str, str], turns: str, errors: Path) -> None:
+        self.name, self.errors = name, errors
+        self.connection, theirs = Pipe()
+        with theirs, errors.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env={**os.environ, **environment, "TURNS": f"{theirs.fileno()},{turns}"},
+                pass_fds=(theirs.fileno(),),
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                start_new_session=True,
+            )
+
+    def answer(self) -> list[float]:
+        """Seconds of each step of the block that it has made; none when it is ready.
+
+        Raises:
+            RuntimeError: it ended instead, with the last of what it wrote.
+        """
+        try:
+            return list(self.connection.recv())
+        except (EOFError, ConnectionError):
+            self.process.wait()
+            raise RuntimeError(f"{self.name} ended early:\n{self.errors.read_text()[-2000:]}") from None
+
+    def end(self) -> None:
+        self.connection.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def weights_of(name: str, folder: Path) -> Path:
+    """The file of a player's parameters after `save_at` steps."""
+    return folder / f"{name}.pt"
+
+
+def play(
+    commands: Mapping[str, Sequence[Command]],
+    rounds: int,
+    steps: int,
+    *,
+    games: int = 1,
+    skip: int = 2,
+    save_at: int = 0,
+    folder: Path,
+) -> dict[str, list[float]]:
+    """Blocks of every player, interleaved: each round each has one, in another order. A first round does not count.
+
+    Args:
+        commands: arguments to Python, by player; a player of several programs runs them at once.
+        rounds: counted ones of a game.
+        steps: of a block.
+        games: times that all is started anew, since where a process's memory happens to lie moves its speed.
+        skip: first steps of a block that don't count, since caches are cold after the others' turns.
+
+    Returns:
+        Seconds of each counted block, by player.
+    """
+    blocks: dict[str, list[float]] = {name: [] for name in commands}
+    paths = os.pathsep.join(filter(None, [str(OPPONENTS), os.environ.get("PYTHONPATH")]))
+    order = random.Random(0)
+    for _ in range(games):
+        teams: dict[str, list[Player]] = {name: [] for name in commands}
+        try:
+            for name in commands:
+                environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+                environment["WEIGHTS"] = f"{save_at},{weights_of(name, folder)}"
+                for command in commands[name]:
+                    teams[name].append(Player(name, command, environment, f"{steps},{skip}", folder / f"{name}.txt"))
+            for player in itertools.chain(*teams.values()):
+                player.answer()
+            for counts in (False, *[True] * rounds):
+                for name in order.sample(list(teams), len(teams)):
+                    for player in teams[name]:
+                        player.connection.send("go")
+                    took = max(sum(player.answer()[skip:]) for player in teams[name])
+                    blocks[name] += [took] * counts
+        finally:
+            for player in itertools.chain(*teams.values()):
+                player.end()
+    return blocks
+
+
+@dataclass
+class Row:
+    """A line of the table: `ours` against `other`, both in `unit`.
+
+    Attributes:
+        ratio: of the medians of ours and other, or how many times as fast ours is.
+        goal: the ratio must be at most this, or at least, where `at_least`; None: it is there to explain others.
+        spread: lower and upper quartile of the ratio over rounds.
+        check: what shows that both sides computed the same.
+    """
+
+    what: str
+    ours: float
+    other: float
+    ratio: float
+    goal: float | None
+    at_least: bool = False
+    spread: tuple[float, float] | None = None
+    unit: str = "s"
+    check: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.goal is None:
+            return None
+        return self.ratio >= self.goal if self.at_least else self.ratio <= self.goal
+
+    def cells(self) -> list[str]:
+        goal = "" if self.goal is None else f"{'>=' if self.at_least else '<='} {self.goal:g}"
+        sides = [f"{side:.4g} {self.unit}" for side in (self.ours, self.other)]
+        quartiles = "" if self.spread is None else "{:.3f} to {:.3f}".format(*self.spread)
+        verdict = {None: "", True: "met", False: "NOT MET"}[self.met]
+        return [self.what, *sides, f"{self.ratio:.3f}", quartiles, goal, verdict, self.check]
+
+
+def row(what: str, ours: Sequence[float], other: Sequence[float], goal: float | None, **more: Any) -> Row:
+    """A row from both sides' measurements, of which the n-th were taken next to each other."""
+    ratios = [a / b for a, b in zip(ours, other, strict=True)]
+    lower, _, upper = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Row(what, median(ours), median(other), median(ours) / median(other), goal, spread=(lower, upper), **more)

@@ -1,0 +1,172 @@
+"""Whole programs: from the command to the first step and to an accuracy, and the memory that they take."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+from bench.players import Row, program, row
+
+from lockstep.config.checks import ROOT
+from lockstep.run.summary import summary_of
+
+BARE = "importing torch, torchvision, lightning"
+START_GOAL, LATER_GOAL = 1.15, 1.5  # of the bare imports; seconds of ddp over one device, and of a sweep's further job
+MEMORY_CASES = {"mnist_cnn": (64, 200, 60_000), "resnet18": (32, 6, 6_000)}  # batch size, steps, images
+RECIPES = {"mnist_fast": (0.99, 20.0), "mnist_best": (0.995, 7.0)}  # test accuracy; goal: times as fast as the opponent
+OPPONENT, OPPONENT_TARGET = "pytorch/examples", 0.99
+MEMORY_GOAL = 1.1  # a worker's peak over the bare loop's, at most
+
+
+def start(rounds: int = 3) -> list[Row]:
+    """From the command to its first step and to its end. Each round runs, one after the other: the bare imports; a run
+    on one device; one on two ddp workers; a sweep of three jobs. A run's seconds are those of its summary.json, from
+    the first line of train.py to the end of the first step, plus what the interpreter takes to get there."""
+    bare, one, two, whole, further = [], [], [], [], []
+    for _ in range(rounds):
+        interpreter = seconds("-c", "pass")
+        bare.append(seconds("-c", BARE.replace("importing", "import")))
+        (first,), _, took = train("max_steps=2")
+        one.append(first + interpreter)
+        whole.append(took)
+        (first,), *_ = train("max_steps=2", "strategy=ddp", "devices=2")
+        two.append(first + interpreter)
+        _, ends, _ = train("max_steps=2", "-m", "seed=0,1,2")
+        further.append(median(end - before for before, end in pairwise(ends)))
+    later, job = median(two) - median(one), median(further)
+    return [
+        row(f"command to first step: against {BARE}", one, bare, START_GOAL),
+        row(f"command to exit, with two steps and a test: against {BARE}", whole, bare, None),
+        Row("ddp on 2 to its first step: seconds later than one device", median(two), median(one), later, LATER_GOAL),
+        Row("a further job of a sweep, whole: its seconds", job, median(whole), job, LATER_GOAL),
+    ]
+
+
+def train(*overrides: str) -> tuple[list[float], list[float], float]:
+    """Of each job: seconds to its first step, and when it ended; seconds of the whole command."""
+    with tempfile.TemporaryDirectory() as outputs:
+        whole = seconds("src/train.py", *overrides, f"outputs={outputs}")
+        files = sorted(Path(outputs).rglob("summary.json"), key=lambda file: file.stat().st_mtime)
+        firsts = [json.loads(file.read_text())["throughput"]["seconds_to_first_step"] for file in files]
+        return firsts, [file.stat().st_mtime for file in files], whole
+
+
+def seconds(*command: str) -> float:
+    """How long a Python program runs."""
+    began = time.perf_counter()
+    program(*command)
+    return time.perf_counter() - began
+
+
+def memory() -> list[Row]:
+    """What a worker keeps in memory, against a bare loop that does the same: both train on images of 28 x 28 in memory,
+    in turn, and ours validates and tests besides. The peak is the kernel's own (VmHWM); beside it the proportional
+    memory of all processes of a run (PSS), in which shared pages count once. Linux only."""
+    rows = []
+    for model, (batch_size, steps, samples) in MEMORY_CASES.items():
+        bare = ["scripts/lab/bench/opponents/bare_loop.py", "--memory", model, *map(str, (batch_size, steps, samples))]
+        other, other_total = watch(bare, workers=False)
+        for devices in (1, 2):
+            with tempfile.TemporaryDirectory() as outputs:
+                run = ["src/train.py", f"model={model}", "data=synthetic", f"data.samples={samples}"]
+                run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"devices={devices}"]
+                ours, total = watch([*run, f"outputs={outputs}"], workers=True)
+            what = f"{model}{', ddp 2' * (devices > 1)}: a worker's peak resident memory, against a bare loop's"
+            told = f"all processes together, shared pages once: {total:.0f} against {other_total:.0f} MiB"
+            rows.append(row(what, [ours], [other], MEMORY_GOAL, unit="MiB", check=told))
+    return rows
+
+
+def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
+    """Runs a program to its end; MiB at the peak of its largest worker (or of itself), and PSS of all its processes."""
+    peak, total = 0.0, 0.0
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            with suppress(OSError):  # one that ends meanwhile
+                own = str(process.pid)
+                listed = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+                peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in (listed if workers else [own]))])
+                total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, own}))
+            time.sleep(0.2)  # to count a process's shared pages holds it up
+    if process.returncode:
+        raise RuntimeError(f"{command[0]}: exit code {process.returncode}")
+    return peak, total
+
+
+def kept(pid: str, file: str, name: str) -> float:
+    """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
+    lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
+
+
+def accuracy(data_dir: str, seeds: Sequence[int] = range(5)) -> list[Row]:
+    """Seconds from a command to its test accuracy on MNIST: our recipes, means over seeds, against the program of
+    pytorch/examples. Real commands, one at a time, with all cores; the opponent runs once, in the midst of ours, and
+    takes some minutes."""
+    order = [(name, seed) for seed in seeds for name in RECIPES]
+    order.insert(len(order) // 2, (OPPONENT, 0))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*RECIPES, OPPONENT)}
+    for name, seed in order:
+        one = opponent(data_dir) if name == OPPONENT else recipe(name, seed, data_dir)
+        found[name].append(one)
+    ((_, other),) = found[OPPONENT]
+    rows = []
+    for name, (target, goal) in RECIPES.items():
+        reached = [accuracy for accuracy, _ in found[name]]
+        took = mean(seconds for _, seconds in found[name])
+        what = f"{name}, {target:.1%} of MNIST's test images: times as fast as {OPPONENT} to {OPPONENT_TARGET:.1%}"
+        told = f"test accuracy {mean(reached):.2%} ({', '.join(f'{value:.2%}' for value in reached)})"
+        rows.append(Row(what, took, other, other / took, goal, at_least=True, check=told))
+    return rows
+
+
+def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
+    """Test accuracy of one run of ours, and seconds until it stood in summary.json."""
+    with tempfile.TemporaryDirectory() as outputs:
+        own = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
+        began = time.time()
+        program("src/train.py", *own)
+        (folder,) = Path(outputs, "run").iterdir()
+        ended = (folder / "summary.json").stat().st_mtime
+        return float(summary_of(folder)["metrics"]["test/acc"]), ended - began
+
+
+def opponent(data_dir: str) -> tuple[float, float]:
+    """The same of the opponent; its own clock starts with its first line."""
+    said = program("scripts/lab/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
+    reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
+    return float(reached), float(seconds)
+
+
+def busy(rounds: int = 3) -> list[Row]:
+    """Samples a second of a run as it is, and as one would have it by hand, beside so many other programs that want a
+    core each, in sessions of their own."""
+    rows = []
+    for others in (0, 1, 2):
+        choices = ["", "threads=1", "PASSIVE", *["ACTIVE"] * (not others)]
+        found: dict[str, list[float]] = {by_hand: [] for by_hand in choices}
+        for by_hand in choices * rounds:
+            own, policy = ([by_hand], {}) if "=" in by_hand else ([], {"OMP_WAIT_POLICY": by_hand} if by_hand else {})
+            endless = [sys.executable, "-c", "while True: pass"]
+            neighbours = [subprocess.Popen(endless, start_new_session=True) for _ in range(others)]
+            try:
+                with tempfile.TemporaryDirectory() as outputs:
+                    program("src/train.py", "max_epochs=6", f"outputs={outputs}", *own, environment=policy)
+                    (file,) = Path(outputs).rglob("summary.json")
+                    found[by_hand].append(json.loads(file.read_text())["throughput"]["samples_per_second"])
+            finally:
+                for neighbour in neighbours:
+                    neighbour.kill()
+                    neighbour.wait()
+        ours = found.pop("")
+        best = max(found, key=lambda by_hand: median(found[by_hand]))
+        what = f"beside {others} busy programs: samples/s of the default against {best}, the best of {', '.join(found)}"
+        rows.append(row(what, ours, found[best], 0.8 if others else 0.98, at_least=True, unit="samples/s"))
+    return rows

@@ -1,0 +1,245 @@
+"""A step of train.py as users run it: against the loop that people write by hand, on a GPU too; in pieces and with
+exact sums; and on two ddp workers. One thread a process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
+
+from lockstep.launch.machine import computes_bf16
+
+LR = 0.01
+SMALL = {"channels": 1, "image_size": 28, "samples": 20_000}
+COLOURED = {"channels": 3, "image_size": 32, "samples": 10_000}
+BF16 = "precision=bf16-mixed"
+BARE_LOOP = str(OPPONENTS / "bare_loop.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its batch, its data, and how it is played."""
+
+    model: str
+    batch: int
+    data: dict[str, int]
+    steps: int  # of a block
+    skip: int  # of these, that don't count
+    games: int
+    rounds: int  # of each game
+    save_at: int  # step after which both sides' weights are compared: before rounding has grown, by BatchNorm above all
+    limits: tuple[float, float]  # most that weights may differ, as a part of how far they moved: float32, bf16
+
+
+SMALL_CASE = Case("mnist_cnn", 64, SMALL, 50, 2, 5, 2, 10, (1e-3, 0.3))
+LARGE_CASE = Case("resnet18", 32, COLOURED, 6, 2, 1, 4, 2, (5e-2, 0.5))
+Pair = tuple[str, str, str, float | None]  # what is compared, a side, the other, goal
+STEP_GOALS = {"mnist_cnn": (0.72, 1.03, 0.50), "resnet18": (0.92, 1.01, 0.62)}  # plain, with levers, bf16 against plain
+
+PIECES = 8
+PIECES_CASES = (
+    replace(SMALL_CASE, batch=256, steps=20, games=3),
+    replace(LARGE_CASE, batch=128, data=COLOURED | {"samples": 5000}, steps=3, skip=1, rounds=3),
+)
+CUT_GOALS = {"mnist_cnn": (None, 1.05), "resnet18": (1.03, 1.10)}  # against one piece; exact against not
+
+SCALING_CASES = (
+    (replace(SMALL_CASE, batch=256, steps=20, games=1, rounds=8), 1.04),
+    (replace(LARGE_CASE, batch=256, steps=3, skip=1, rounds=2), 1.02),
+)
+
+# All sides of a case hold their memory at once: about 70 GB for resnet18 with 1,024 images. Nine tenths are trained on:
+# without a short tail, and longer than all blocks, since an epoch's end saves. float32 means convolutions in TF32 here.
+GPU_CASES = [
+    replace(case, batch=batch, data=case.data | {"samples": samples}, steps=steps, games=1, rounds=5, limits=(0.1, 0.5))
+    for case in (SMALL_CASE, LARGE_CASE)
+    for batch, steps, samples in ((128, 100, 102_400), (1024, 20, 143_360))
+]
+GPU_TRAINING = ("accelerator=gpu", "+debug.trainer.limit_val_batches=0", "checkpoint_every=null")
+OURS = {
+    "ours": (),
+    "bf16": (BF16,),
+    "compile=true": ("compile=true",),
+    "compile=reduce-overhead": ("compile=reduce-overhead",),
+    "bf16, tuned": (BF16, "compile=true", "+optimizer.fused=true", "+debug.trainer.benchmark=true"),
+}
+BARE = {
+    "plain": (),
+    "plain again": (),
+    "levers": ("--levers",),
+    "bare, bf16, tuned": ("--levers", "--precision", "bf16", "--compile", "default"),
+}
+GPU_PAIRS: list[Pair] = [
+    ("control, plain against plain", "plain again", "plain", None),
+    ("against the plain loop", "ours", "plain", None),
+    ("against the loop with every lever", "ours", "levers", None),
+    ("bf16-mixed against float32", "bf16", "ours", None),
+    ("compile=true against false", "compile=true", "ours", None),
+    ("compile=reduce-overhead against false", "compile=reduce-overhead", "ours", None),
+    ("tuned, against the tuned loop", "bf16, tuned", "bare, bf16, tuned", 1.03),
+]
+
+
+def step(folder: Path) -> list[Row]:
+    """Against the loop that people write by hand."""
+    rows = []
+    for case in (SMALL_CASE, LARGE_CASE):
+        plain, levers, bf16 = STEP_GOALS[case.model]
+        pairs: list[Pair] = [
+            ("control, plain against plain", "plain again", "plain", None),
+            ("against the plain loop", "ours", "plain", plain),
+            ("against the loop with every lever", "ours", "levers", levers),
+        ]
+        if computes_bf16("cpu"):  # emulated, a step takes up to half a minute
+            pairs.append(("bf16-mixed against the plain float32 loop", "bf16", "plain", bf16))
+        rows += against(case, folder, pairs)
+    return rows
+
+
+def gpu(folder: Path) -> list[Row]:
+    """The same on a GPU, and what each option gains there."""
+    return [line for case in GPU_CASES for line in against(case, folder, GPU_PAIRS, GPU_TRAINING, "cuda")]
+
+
+def against(
+    case: Case, folder: Path, pairs: Sequence[Pair], more: Sequence[str] = (), device: str = "cpu"
+) -> list[Row]:
+    """Plays the sides of some pairs, which must all compute what `plain` does; a row for each, in seconds a step.
+
+    Raises:
+        RuntimeError: a side failed, or does not compute the same.
+    """
+    task, command = make_task(case, (case.rounds + 1) * case.steps, folder, more)
+    loop = [BARE_LOOP, "--task", str(task), "--device", device]
+    wanted = dict.fromkeys(side for _, *both, _ in pairs for side in both)
+    sides = {side: [[*command, *OURS[side]] if side in OURS else [*loop, *BARE[side]]] for side in wanted}
+    same = {side: ("plain", case.limits["bf16" in side]) for side in sides}
+    blocks, distances = race(case, sides, folder, same, task)
+    per_step = {side: [took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
+    return [
+        row(
+            f"{case.model}, batch {case.batch}: {said}",
+            per_step[side],
+            per_step[other],
+            goal,
+            check=f"weights {distances[side]:.1e} apart",
+        )
+        for said, side, other, goal in pairs
+    ]
+
+
+def race(
+    case: Case,
+    sides: Mapping[str, Sequence[Command]],
+    folder: Path,
+    same: Mapping[str, tuple[str, float]] | None = None,
+    task: Path | None = None,
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Plays a case. `same`: sides whose weights must be another's, by `(the other, most that they may be apart)`;
+    returned beside the seconds of blocks is how far they are.
+
+    Raises:
+        RuntimeError: the sides do not compute the same.
+    """
+    how = {"games": case.games, "skip": case.skip, "save_at": case.save_at}
+    blocks = play(sides, case.rounds, case.steps, folder=folder, **how)
+    distances = {}
+    for side, (other, limit) in (same or {}).items():
+        assert task is not None
+        distances[side] = distance(task, weights_of(other, folder), weights_of(side, folder))
+        if not distances[side] <= limit:
+            weights = f"the weights of {side!r} are {distances[side]:.1%} of their way off"
+            raise RuntimeError(f"{case.model}: after {case.save_at} steps {weights}")
+    return blocks, distances
+
+
+def pieces(folder: Path) -> list[Row]:
+    """What cutting a step costs: 8 pieces against one, and exact sums against plain ones."""
+    rows = []
+    for case in PIECES_CASES:
+        task, whole = make_task(case, case.steps * (case.rounds + 1), folder)
+        bare = [BARE_LOOP, "--task", str(task), "--levers"]
+        cut = [*whole, f"pieces={PIECES}"]
+        sides = {"whole": [whole], "pieces": [cut], "exact": [[*cut, "exact=true"]], "bare, whole": [bare]}
+        sides["bare, pieces"] = [[*bare, "--pieces", str(PIECES)]]
+        one, distances = race(case, sides, folder, {"pieces": ("bare, pieces", case.limits[0])}, task)
+        ddp = [*cut, "strategy=ddp", "devices=2"]
+        two, _ = race(case, {"pieces": [ddp], "exact": [[*ddp, "exact=true"]]}, folder)
+        what, end = f"{case.model}, batch {case.batch}, one device, {PIECES} pieces", "exact=true against false"
+        cut_goal, exact_goal = CUT_GOALS[case.model]
+        checked = f"{distances['pieces']:.1e} apart"
+        rows += [
+            row(f"{what}: against one piece", one["pieces"], one["whole"], cut_goal),
+            row(f"{what}: the same of the loop with every lever", one["bare, pieces"], one["bare, whole"], None),
+            row(f"{what}: against that loop", one["pieces"], one["bare, pieces"], None, check=checked),
+            row(f"{what}: {end}", one["exact"], one["pieces"], exact_goal),
+            row(f"{what.replace('one device', 'ddp on 2')}: {end}", two["exact"], two["pieces"], exact_goal),
+        ]
+    return rows
+
+
+def scaling(folder: Path) -> list[Row]:
+    """Two ddp workers against two runs that do not talk, and what waiting for each other takes of that. All are
+    train.py, so all compute the same step."""
+    rows = []
+    for case, goal in SCALING_CASES:
+        base = arguments(case, folder, (case.rounds + 1) * case.steps)
+        half = [*base, f"batch_size={case.batch // 2}"]
+        ddp = [*base, "strategy=ddp", "devices=2"]
+        meeting = [*ddp, "strategy.average_every=1000000", "+callbacks.turns.meets=true"]
+        blocks, _ = race(case, {"ddp": [ddp], "meeting": [meeting], "separate": [half, half]}, folder)
+        what, end = f"{case.model}, batch {case.batch}", f"against two runs of {case.batch // 2} that do not talk"
+        rows.append(row(f"{what}: ddp on 2 {end}", blocks["ddp"], blocks["separate"], goal))
+        said = f"{what}: two that send nothing but wait for each other at each step, {end}"
+        rows.append(row(said, blocks["meeting"], blocks["separate"], None))
+    return rows
+
+
+def arguments(case: Case, folder: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
+    """train.py's own for `steps` steps of a case, with `more`."""
+    epochs = 1 + steps * case.batch // int(0.9 * case.data["samples"])
+    asked = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
+    asked += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
+    return [*TRAIN, *asked, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
+
+
+def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) -> tuple[Path, list[str]]:
+    """What the bare loop needs to make the steps that train.py makes, and train.py's own arguments, with `more`."""
+    import torch
+
+    from lockstep.arithmetic.order import DataOrder
+    from lockstep.config.check import check
+    from lockstep.data.build import open_data
+    from lockstep.run.api import compose
+    from lockstep.run.build import make_module
+
+    command = arguments(case, folder, steps, more)
+    config = check(compose(*command[len(TRAIN) :]))
+    splits = open_data(config.data, config.data_dir, config.seed)
+    images, labels = splits.train.dataset.__getitems__(range(len(splits.train.dataset)))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (splits.spec.mean, splits.spec.std))
+    order = DataOrder(len(splits.train), config.layout, config.seed)
+    ids = torch.as_tensor(splits.train.indices)
+    task = {
+        "model": case.model,
+        "images": (images.float() / 255 - mean) / std,
+        "labels": labels,
+        "classes": splits.spec.num_classes,
+        "order": [ids[torch.from_numpy(order.step(*order.position(step)))] for step in range(steps)],
+        "weights": [parameter.detach() for parameter in make_module(config, splits).parameters()],
+        "lr": LR,
+    }
+    path = folder / f"{case.model}.task.pt"
+    torch.save(task, path)
+    return path, command
+
+
+def distance(task: Path, one: Path, other: Path) -> float:
+    """How far two sides' weights are apart, as a part of how far the first has moved from where both began."""
+    import torch
+
+    start, a, b = (
+        torch.cat([tensor.double().flatten() for tensor in tensors])
+        for tensors in (torch.load(task)["weights"], torch.load(one), torch.load(other))
+    )
+    return float((a - b).norm() / (a - start).norm())

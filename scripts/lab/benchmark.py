@@ -1,0 +1,92 @@
+"""Every claim about speed, measured: ours against what one would run instead.
+
+    python scripts/lab/benchmark.py --data-dir <folder with MNIST/>     # all, half an hour on two cores
+    python scripts/lab/benchmark.py step pieces                          # some
+    python scripts/lab/benchmark.py gpu                                  # left out above where there is no GPU
+
+Both sides run on this machine, interleaved, one at a time; a ratio is that of medians, its spread the quartiles over
+rounds. Before a ratio counts, both sides must have computed the same. One thread a process unless said otherwise. Each
+part writes a JSON file (--json) with machine, versions and commit.
+Exit codes: 0 measured, 1 a part failed, 2 bad input.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
+
+from bench import folders, growth, programs, steps
+from bench.machine import cpu_name
+from bench.players import Row
+from common.showing import markdown
+
+from lockstep.config.checks import ROOT
+from lockstep.config.familiar import unknown
+from lockstep.errors import UserError
+from lockstep.launch.machine import cores, gpu_count
+from lockstep.run.summary import git_info, versions, write_summary
+
+PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
+    "step": lambda folder, _: steps.step(folder),
+    "start": lambda *_: programs.start(),
+    "scaling": lambda folder, _: steps.scaling(folder),
+    "pieces": lambda folder, _: steps.pieces(folder),
+    "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
+    "memory": lambda *_: programs.memory(),
+    "folders": lambda folder, _: folders.folders(folder),
+    "busy": lambda *_: programs.busy(),
+    "growth": lambda *_: growth.growth(),
+    "gpu": lambda folder, _: steps.gpu(folder),
+}
+
+
+def main() -> int:
+    """Measures the parts asked for, prints a table each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--data-dir", default="data", help="holds MNIST/raw, unpacked")
+    parser.add_argument("--json", type=Path, default=ROOT / "docs" / "benchmarks", help="folder for the figures")
+    options = parser.parse_args()
+    try:
+        for part in options.parts:
+            if part not in PARTS:
+                raise UserError(f"{part}: {unknown(part, PARTS)}")
+        if "gpu" in options.parts and not gpu_count():
+            raise UserError("gpu: this machine has no GPU that torch can use")
+        chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
+        if "accuracy" in chosen and not Path(options.data_dir, "MNIST", "raw", "train-images-idx3-ubyte").is_file():
+            raise UserError(f"--data-dir={options.data_dir}: no MNIST/raw in it; train.py data=mnist downloads it")
+    except UserError as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    failed = False
+    for part in chosen:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows = PARTS[part](Path(folder), str(Path(options.data_dir).absolute()))
+            except (RuntimeError, UserError) as error:
+                print(f"error: {part}: {error}", file=sys.stderr)
+                failed = True
+                continue
+        names = (part, "ours", "other", "ratio", "quartiles", "goal", "", "the same work")
+        print(markdown(names, [row.cells() for row in rows]), flush=True)
+        options.json.mkdir(parents=True, exist_ok=True)
+        found = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
+        found |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
+        found |= {"machine": machine, "versions": versions(), "git": git_info()}
+        write_summary(options.json / f"{part}.json", found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""Who talks to whom when gradients are summed over workers, and what it costs:
+
+    python scripts/lab/communication.py model=resnet18 devices=4                # on this machine's memory
+    python scripts/lab/communication.py model=resnet18 devices=4 rate=200mbit   # on links as slow as that, as root
+
+Measures a link's latency (alpha) and time per byte (beta) by ping-pong, then sums the model's own gradient over 2, 3,
+... `devices` workers by a parameter server, a ring, halving and doubling, and gloo's own all-reduce: `collectives.py`.
+Prints for each the bytes through the busiest worker's link, the time that alpha and beta predict, and the one measured.
+All must give the same sum: bit for bit, of Lockstep's exact integers. Writes communication.md, .json and .png.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from common.showing import our_pyplot, style
+from network.collectives import SUMS
+from network.link import Cost, Link, bits_per_second
+from network.machines import Machines, NoMachines
+from pages import add_pages
+from torch.utils.data import default_collate
+
+from lockstep.arithmetic.order import DataOrder
+from lockstep.config.check import Config, check
+from lockstep.config.checks import whole
+from lockstep.data.build import open_data
+from lockstep.errors import UserError
+from lockstep.launch.environment import external_workers
+from lockstep.run import cli
+from lockstep.run.build import make_module
+from lockstep.run.summary import versions, write_summary
+
+WORKER = Path(__file__).parent / "network" / "summing.py"
+
+
+@dataclass
+class Row:
+    """A way to sum, over so many workers; bytes and messages are the busiest one's; times in seconds."""
+
+    way: str
+    workers: int
+    messages: int
+    bytes: int
+    cost: Cost
+    predicted: float
+    measured: float
+    spread: tuple[float, float]  # quartiles
+
+
+def communicate(raw: dict[str, Any], folder: Path) -> None:
+    """Measures, and writes the table and the plot."""
+    rate, rounds = raw.pop("rate"), whole(2)("rounds", raw.pop("rounds"))
+    if rate is not None:
+        bits_per_second("rate", rate)
+    if external_workers() or raw["num_nodes"] != 1:
+        raise UserError("communication.py measures on one machine: num_nodes=1, and no torchrun")
+    config = check(raw | {"strategy": {"name": "ddp"}, "batch_size": raw["devices"] * raw["batch_size"]})
+    workers = config.layout.devices
+    if workers < 2:
+        raise UserError("devices: 2 or more workers, of which all numbers up to it are tried")
+    with ExitStack() as stack:
+        machines = None
+        if rate is not None:
+            try:
+                machines = stack.enter_context(Machines(workers))
+            except NoMachines as error:
+                raise UserError(f"rate={rate}: links can't be limited here: {error}") from None
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        size = gradients(config, place)
+        checks = run("check", place, workers, rounds, machines)
+        if machines:
+            machines.burst = min(max(size // workers // 32, 16_384), 131_072)
+            machines.limit(rate)
+        found = run("measure", place, workers, rounds, machines)
+    control = judged(checks)
+    link = Link.fitted(found[0]["pings"], found[0]["adding"])
+    rows = []
+    for count, sums in enumerate((each["sums"] for each in found), start=2):
+        for way, row in sums.items():
+            cost = link.cost(way, count, size)
+            low, mid, high = quantiles(row["seconds"], n=4)
+            rows.append(Row(way, count, row["messages"], row["bytes"], cost, cost.seconds, mid, (low, high)))
+    title = f"{raw['model']['name']}: a gradient of {size / 1e6:.1f} MB; links: {rate or 'the memory of one machine'}"
+    text = "\n".join([title + ".", "", report(link, rows), "", control, ""])
+    print(text)
+    (folder / "communication.md").write_text(text)
+    draw(rows, folder / "communication.png", title)
+    facts = {"bytes": size, "rate": rate, "link": asdict(link), "rows": [asdict(row) for row in rows]}
+    write_summary(folder / "communication.json", facts | {"checks": checks, "versions": versions()})
+
+
+def gradients(config: Config, folder: Path) -> int:
+    """Leaves each worker's gradient of the model's loss, over samples of its own; returns the bytes of one."""
+    splits = open_data(config.data, config.data_dir, config.seed)
+    module = make_module(config, splits).train()
+    order, size = DataOrder(len(splits.train), config.layout, config.seed), config.layout.piece_size
+    for rank in range(config.layout.devices):
+        step = order.step(0, 0)[rank * size : (rank + 1) * size]
+        x, y = default_collate([splits.train[index] for index in step])[:2]
+        module.zero_grad()
+        loss: Any = module.training_step((x / 255 if x.dtype == torch.uint8 else x, y), 0)
+        (loss["loss"] if isinstance(loss, dict) else loss).backward()
+        flat = torch.cat([p.grad.flatten().float() for p in module.parameters() if p.grad is not None])
+        np.save(folder / f"gradient_{rank}.npy", flat.numpy())
+    return flat.nbytes
+
+
+def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines | None) -> list[dict[str, Any]]:
+    """What so many processes found, each on a machine of its own where there are any."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"{machines.address(0) if machines else '127.0.0.1'}:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "eth0" if machines else "lo",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else it tells that addresses have no names
+    }
+    processes: list[subprocess.Popen[Any]] = []
+    try:
+        for rank in range(workers):
+            asked = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
+            command = machines.command(rank, asked) if machines else asked
+            processes.append(subprocess.Popen(command, env=environment))
+        for rank, process in enumerate(processes):
+            if code := process.wait():
+                raise RuntimeError(f"worker {rank} of {workers} ended with exit code {code}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
+    return found
+
+
+def judged(checks: list[dict[str, int]]) -> str:
+    """What the sums' bits say, of 2 workers and more."""
+    for workers, found in enumerate(checks, start=2):
+        if found["exact"] != 1:
+            raise RuntimeError(f"{workers} workers: of exact integers there are {found['exact']} different sums")
+        if found["wrong"] == 1 or (workers > 2 and found["float"] == 1):
+            raise RuntimeError(f"{workers} workers: the check of bits did not see sums that differ: {found}")
+    said = (
+        "Of exact integers all ways gave the same bits on all workers, those of one process that adds by itself; that "
+        "one number was left out was seen"
+    )
+    more = f", and of float32 {len(checks) + 1} workers got {checks[-1]['float']} different sums" * (len(checks) > 1)
+    return f"{said}{more}."
+
+
+def report(link: Link, rows: list[Row]) -> str:
+    """Markdown for people."""
+    low, high = link.spread
+    lines = [
+        f"A message of n bytes takes {1e6 * link.alpha:.0f} us + n x {1e9 * link.beta:.2f} ns "
+        f"({link.mbit:,.0f} Mbit/s); "
+        f"the middle half of those measured took {low:.2f} to {high:.2f} times that.",
+        "",
+        "| workers | way | messages | busiest link, MB | predicted, ms | of it incast | measured, ms (quartiles) "
+        "| predicted / measured |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        predicted = f"{milliseconds(row.predicted)} | {milliseconds(row.cost.incast)}"
+        quartiles = " to ".join(map(milliseconds, row.spread))
+        measured = f"{milliseconds(row.measured)} ({quartiles}) | {row.predicted / row.measured:.2f}"
+        lines.append(
+            f"| {row.workers} | {row.way} | {row.messages} | {row.bytes / 1e6:.1f} | {predicted} | {measured} |"
+        )
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1}f}"
+
+
+def draw(rows: list[Row], path: Path, title: str) -> None:
+    """Measured and predicted times by the number of workers."""
+    figure, axes = our_pyplot().subplots(figsize=(8, 5))
+    for number, way in enumerate(SUMS):
+        mine = [row for row in rows if row.way == way]
+        counts = [row.workers for row in mine]
+        look = style(number)
+        axes.plot(counts, [row.measured for row in mine], label=way, **(look | {"linestyle": "-"}))
+        dashed = {"color": look["color"], "linestyle": "--", "linewidth": 1}
+        axes.plot(counts, [row.predicted for row in mine], **dashed)
+    axes.set(xlabel="workers", ylabel="seconds (dashed: predicted)", title=title, ylim=(0, None), xticks=counts)
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    cli.command(communicate, "communication", add_pages())

@@ -1,0 +1,181 @@
+"""What a step of ddp takes on several machines with one device each, from what one device takes and a link.
+
+    python scripts/lab/advise.py model=resnet18 batch_size=128 link=[1gbit,10gbit]    # measured here, then predicted
+    python scripts/lab/scaling.py 1.19 44.7 1gbit 400gbit@5us    # on paper: seconds of a step, MB of its gradient
+
+A machine of n computes the n-th part of the step's samples, which is measured here, on one device. DDP sends gradients
+in buckets, last layer first; each bucket's all-reduce (a ring) starts when backward has made its last gradient, and the
+one before is done. So of the link's time a step shows only what goes on after its backward pass.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from common.showing import markdown
+from network.link import Link
+
+from lockstep.config.check import Config
+from lockstep.errors import UserError
+
+MOST = 10_000  # machines on paper
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, torch's defaults
+ON_THE_WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
+
+
+@dataclass
+class Computed:
+    """Of a step on one device, in seconds: all of it, and the ends of its parts."""
+
+    step: float
+    ready: list[float]  # of each parameter's gradient, since the step's beginning
+    sizes: list[int]  # of each parameter, in bytes
+
+
+@dataclass
+class Several:
+    """A step on so many machines, in seconds."""
+
+    link: str
+    machines: int
+    samples: int  # of each
+    computing: float
+    reducing: float
+    step: float
+
+
+def links(given: Any, outputs: str) -> dict[str, Link]:
+    """By name: a rate (200mbit, 400gbit@5us), what communication.py wrote, `newest` of these, or a list of such."""
+    found = {}
+    for name in given if isinstance(given, list) else [given]:
+        if name == "newest":
+            results = sorted(Path(outputs).glob("*/*/communication.json"), key=lambda path: path.stat().st_mtime)
+            if not results:
+                raise UserError(
+                    f"link=newest: no */*/communication.json in {outputs}; scripts/lab/communication.py makes it"
+                )
+            found[str(results[-1].parent)] = Link.measured(results[-1])
+        elif Path(str(name)).exists():
+            found[str(name)] = Link.measured(Path(str(name)))
+        else:
+            found[str(name)] = Link.of_rate(str(name))
+    return found
+
+
+def numbers(config: Config) -> list[int]:
+    """Of machines: 1, 2, 4, ... while each has two samples of a step or more."""
+    batch = config.layout.batch_size
+    return [count for bit in range(batch.bit_length()) if batch % (count := 1 << bit) == 0 and batch >= 2 * count]
+
+
+def predict(
+    config: Config, compression: str, found: dict[str, Link], measure: Callable[[int], Computed]
+) -> list[Several]:
+    """The steps on all numbers of machines; `measure` takes the samples of one."""
+    if compression not in ON_THE_WIRE:
+        raise UserError(f"link: what strategy.compression={compression} sends is not known beforehand")
+    batch, rows = config.layout.batch_size, []
+    for count in numbers(config):
+        one = measure(batch // count)
+        for name, link in found.items():
+            reducing, step = steps(one, link, count, ON_THE_WIRE[compression], config.layout.exact)
+            rows.append(Several(name, count, batch // count, one.step, reducing, step))
+    return sorted(rows, key=lambda row: list(found).index(row.link))
+
+
+def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: bool) -> tuple[float, float]:
+    """Seconds of all-reduce, and of the step. Under exact, integers of 64 bits are sent when backward is done."""
+    if machines == 1:
+        return 0.0, one.step
+    end = max(one.ready)
+    sent = [(end, 2 * sum(one.sizes))] if exact else [(at, on_the_wire * size) for at, size in buckets(one)]
+    reducing, left = 0.0, -end  # of what has been sent, seconds after the backward pass
+    for ready, size in sent:
+        seconds = link.cost("ring", machines, int(size)).seconds
+        reducing += seconds
+        left = max(left, ready - end) + seconds
+    return reducing, one.step + max(left, 0.0)
+
+
+def buckets(one: Computed) -> list[tuple[float, int]]:
+    """When each of DDP's buckets is ready, and its bytes."""
+    found: list[tuple[float, int]] = []
+    ready, size, limit = 0.0, 0, FIRST_BUCKET
+    for at, bytes_ in zip(reversed(one.ready), reversed(one.sizes), strict=True):
+        ready, size = max(ready, at), size + bytes_
+        if size >= limit:
+            found.append((ready, size))
+            ready, size, limit = 0.0, 0, BUCKET
+    return [*found, (ready, size)] if size else found
+
+
+def table(rows: list[Several]) -> str:
+    names = (
+        "link",
+        "machines",
+        "samples of each",
+        "computes, ms",
+        "all-reduce, ms",
+        "step, ms",
+        "times as fast as one",
+    )
+    alone = {row.link: row.step for row in rows if row.machines == 1}
+    cells = []
+    for row in rows:
+        times = (f"{1000 * seconds:.1f}" for seconds in (row.computing, row.reducing, row.step))
+        cells.append((row.link, row.machines, row.samples, *times, f"{alone[row.link] / row.step:.2f}"))
+    return markdown(names, cells)
+
+
+def conclusion(rows: list[Several]) -> str:
+    """For each link, which number is the fastest, and from which on communication eats the gain."""
+    said = []
+    for name in dict.fromkeys(row.link for row in rows):
+        mine = [row for row in rows if row.link == name]
+        best, alone = min(mine, key=lambda row: row.step), mine[0].step
+        eaten = [row.machines for row in mine if row.step > 2 * row.computing]
+        half = f"from {eaten[0]} on a machine waits for more than half of it" if eaten else "none waits for half"
+        slower = [row.machines for row in mine[1:] if row.step > alone]
+        worse = f"; {', '.join(map(str, slower))} are slower than one" if slower else ""
+        said.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
+    return "\n".join(said)
+
+
+def eaten(step: float, size: int, link: Link, way: str) -> tuple[int | None, int, float, float, float]:
+    """Of machines that each take an equal part of the `step` seconds and then sum `size` bytes: the number from which
+    on they send longer than they compute, the fastest number, and how many times as fast that and 2 are. Then what part
+    of the time `MOST` machines compute which take `step` seconds each."""
+
+    def sending(count: int) -> float:
+        return link.cost(way, count, size).seconds if count > 1 else 0.0
+
+    def seconds(count: int) -> float:
+        return step / count + sending(count)
+
+    half = next((count for count in range(2, MOST) if sending(count) > step / count), None)
+    best = min(range(1, MOST + 1), key=seconds)
+    return half, best, step / seconds(best), step / seconds(2), step / (step + sending(MOST))
+
+
+def main(seconds: str, megabytes: str, *names: str) -> int:
+    try:
+        rows = []
+        for name, link in links(list(names), "outputs").items():
+            for way in ("ring", "halving and doubling"):
+                half, best, gain, two, busy = eaten(float(seconds), int(1e6 * float(megabytes)), link, way)
+                rows.append((name, way, half or "", best, f"{gain:.1f}", f"{two:.2f}", f"{busy:.1%}"))
+    except UserError as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    columns = ["link", "way", "sends longer than it computes, from", "fastest on", "times one machine", "2 machines"]
+    print(markdown([*columns, f"{MOST:,} with such a step each: computing"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 3 else __doc__)

@@ -1,0 +1,169 @@
+"""What is for GPUs, as far as a machine without one can show it: the benchmark, a day's trials, the engine."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gpu_day
+import pytest
+import torch
+import torch.distributed as dist
+from bench import steps
+from bench.players import OPPONENTS
+from gpu_day import Trial
+
+from lockstep.config import check as config
+from lockstep.config.check import check
+from lockstep.errors import UserError
+from lockstep.launch import machine
+from lockstep.run.api import compose
+from lockstep.run.training import check_sizes
+from lockstep.strategies.ddp import DistributedDataParallel
+
+TINY = replace(
+    steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
+)
+
+
+def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 1)
+    monkeypatch.setattr("lockstep.config.check.lacking", lambda accelerator: None)  # a compiler, say
+    for case in steps.GPU_CASES:
+        for options in steps.OURS.values():
+            asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
+            assert asked.layout.accelerator == "gpu"
+        assert int(0.9 * case.data["samples"]) % case.batch == 0  # else the tail would be compiled too
+        assert 0.9 * case.data["samples"] / case.batch > (case.rounds + 1) * case.steps  # an epoch's end saves
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_commands")
+def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
+    """All sides make the same steps, else it fails: as it does with one that takes another order."""
+    pairs = steps.GPU_PAIRS[1:3]  # bf16 may be emulated
+    lines = steps.against(TINY, tmp_path, pairs, ("accelerator=cpu", *steps.GPU_TRAINING[1:]))
+    assert [line.what.partition(": ")[2] for line in lines] == [
+        "against the plain loop",
+        "against the loop with every lever",
+    ]
+    assert all(line.ours > 0 and line.other > 0 for line in lines)
+
+    task, wrong = tmp_path / "mnist_cnn.task.pt", tmp_path / "wrong.pt"
+    told: dict[str, Any] = torch.load(task)
+    torch.save(told | {"order": told["order"][::-1]}, wrong)
+    sides = {
+        side: [[str(OPPONENTS / "bare_loop.py"), "--task", str(path)]]
+        for side, path in (("plain", task), ("wrong", wrong))
+    }
+    with pytest.raises(RuntimeError, match=r"the weights of 'wrong' are \d\d"):
+        steps.race(replace(TINY, rounds=0), sides, tmp_path, {"wrong": ("plain", TINY.limits[0])}, task)
+
+
+# --- a day's trials ---------------------------------------------------------------------------------------------------
+
+
+def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for layouts and precisions that don't go together, and what is to be refused."""
+    monkeypatch.setattr(config, "gpu_count", lambda: 2)
+    monkeypatch.setattr(config, "lacking", lambda accelerator: None)
+    refused = []
+    for trial in gpu_day.trials("gpu", 2):
+        for command in (command for programs in trial.commands for command in programs if "src/train.py" in command):
+            try:
+                check(
+                    compose(*(each for each in command[command.index("src/train.py") + 1 :] if "resume=" not in each))
+                )
+            except UserError as refusal:
+                refused.append((trial.part, "don't go together" in str(refusal)))
+    assert refused == [("layouts", True)] * 3
+
+
+def test_a_day_tells_all_whatever_its_trials_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(name: str, program: str, **more: Any) -> Trial:
+        return Trial(more.pop("part", "bits"), name, [[("-c", program)]], **more)
+
+    def left(digest: str) -> str:
+        return f"open('OUTPUTS/summary.json', 'w').write('{{\"weights_sha256\": \"{digest}\"}}')"
+
+    wrong = [
+        trial("a run that differs", left("b"), task="one"),
+        trial("a control that is not seen", left("a"), task="one", differs=True),
+        trial("nothing to compare", "pass", task="one", differs=True),
+        trial("a failure", "exit('error: out of luck')"),
+        trial("not refused", "pass", code=2),
+        trial(
+            "a hanging one", f"import os, time; print(os.getpid(), file=open('{tmp_path}/pid', 'w')); time.sleep(99)"
+        ),
+    ]
+    right = [
+        trial("the first", left("a"), task="one"),
+        trial("the same", left("a"), task="one"),
+        trial("a control", left("b"), task="one", differs=True),
+        trial("refused", "import sys; print('error: no'); sys.exit(2)", part="layouts"),
+    ]
+    wrong[-1] = replace(wrong[-1], seconds=2)
+    monkeypatch.setattr(gpu_day, "trials", lambda *_: [*right, *wrong])
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--accelerator=cpu", f"--to={tmp_path}"])
+    assert gpu_day.main() == 1
+    found = {row["trial"]: row for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]}
+    assert [name for name, row in found.items() if row["good"]] == [each.name for each in right]
+    assert [name for name, row in found.items() if not row["good"]] == [each.name for each in wrong]
+    assert found["a hanging one"]["verdict"] == "HANGS: killed after 10 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    page = (tmp_path / "gpu_day.md").read_text()
+    assert all(f"| {each.name} |" in page for each in [*right, *wrong])
+
+    monkeypatch.setattr(gpu_day, "trials", lambda *_: [right[-1], replace(wrong[-1], name="later", seconds=99)])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "bits", "--minutes=0"])
+    assert gpu_day.main() == 1
+    later = [(row["trial"], row["verdict"]) for row in json.loads((tmp_path / "gpu_day.json").read_text())["rows"]]
+    assert later == [("refused", "refused: no"), ("later", "left out: no time was left")]
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_who_launches_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML's help (MIG) torch touches it to count, and a process that has done so can't be forked."""
+    parent = os.getpid()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(machine.glob, "glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3 if os.getpid() != parent else pytest.fail("touched"))
+    assert machine.gpu_count() == 3
+    machine.hide_gpu(1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    machine.hide_gpu(0)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-b"
+
+
+def test_batchnorm_is_synchronised(tmp_path: Path) -> None:
+    """torch has such layers for GPUs alone, and says so of the first that it meets."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for asked in (False, True):
+            strategy = DistributedDataParallel(sync_batchnorm=asked)
+            strategy.parallel_devices = [torch.device("cpu")]
+            strategy.model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+            try:
+                strategy.configure_ddp()
+                told = ""
+            except ValueError as error:
+                told = str(error)
+            assert ("SyncBatchNorm layers only work with GPU modules" in told) == asked
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_without_a_sample_do_not_synchronise_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "gpu_count", lambda: 8)
+    asked = check(compose("strategy.sync_batchnorm=true", "devices=8", "pieces=16", "batch_size=32"))
+    for tail in (0, 16, 31):
+        check_sizes(asked, 96 + tail)
+    with pytest.raises(UserError, match="sync_batchnorm=true: an epoch's last step has 11 samples for 16 pieces"):
+        check_sizes(asked, 96 + 11)
+    check_sizes(check(compose("devices=8", "pieces=16", "batch_size=32")), 96 + 11)
