@@ -36,7 +36,6 @@ class Config(Kept):
     data: dict[str, Any]
     strategy: StrategyOptions  # what it can be told beside the layout
     layout: Layout  # who computes which piece of a step
-    auto_accumulate: bool  # whether the layout's number of pieces is only the first one to be tried
     trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
     record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
     given: tuple[str, ...]  # dotted keys that the user has set, on the command line
@@ -83,7 +82,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in given and own_lr != keys.lr:
         raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
-    name, auto = keys.strategy.name, keys.accumulate_grad_batches == "auto"
+    name = keys.strategy.name
     accelerator, devices = _devices(keys)
     if name == "dp" and external_workers() > 1:
         raise UserError(
@@ -96,7 +95,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         num_nodes=keys.num_nodes,
         batch_size=keys.batch_size,
         pieces=keys.pieces,
-        accumulate_grad_batches=None if keys.accumulate_grad_batches == "auto" else keys.accumulate_grad_batches,
+        accumulate_grad_batches=keys.accumulate_grad_batches,
         exact=keys.exact,
         shares=keys.strategy.shares or (),
         even=trains,
@@ -114,7 +113,6 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         data=dict(keys.data),
         strategy=StrategyOptions(**options),
         layout=layout,
-        auto_accumulate=auto,
         trains=trains,
         # the data's folder is read in other folders too; the learning rate stands in one place
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
@@ -190,7 +188,6 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
     graphs = compiled * (keys.compile in GRAPHS)
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
-    auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
@@ -211,12 +208,10 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (sync, "strategy.shares" * (keys.strategy.shares is not None), "devices must compute as many pieces each"),
         (sync, uneven, f"the {layout.num_devices} devices must divide them"),
         (sync, compiled, "ranks wait for each other inside a network"),
-        (sync, auto, "ranks wait for each other inside a piece"),
         (sync, "elastic=true" * keys.elastic, "fewer devices would not have as many pieces each; max_restarts=1"),
         (compression, no_ddp, "only ddp sends gradients"),
         (compression, exact, "it rounds gradients"),
         (compression, precision * keys.precision.startswith("64"), "torch compresses float32 gradients only"),
-        (compression, auto, "auto sends gradients itself"),
         (average, no_ddp, "only ddp's processes have weights of their own; strategy=ddp"),
         (average, exact, "the result depends on the number of devices"),
         (average, late or compression, "no gradient is sent"),
@@ -226,13 +221,10 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (late, graphs, "a CUDA graph overwrites the gradients of the step before; compile=true"),
         (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
-        (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
         (tuned, exact, "it chooses kernels by their speed; compile=true"),
         (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
-        ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
-        (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
         ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
         (audit, "exact=false" * (not exact), "no two devices would have the same bits; exact=true"),
@@ -242,7 +234,6 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
         (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),
         (pipeline, late, "its gradients are sent to nobody; late=0"),
-        (pipeline, auto, "what fits differs from stage to stage; accumulate_grad_batches=4, say"),
         (pipeline, precision * keys.precision.startswith("16-"), "its loss scale is one device's; bf16-mixed"),
         (
             "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
@@ -259,7 +250,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     shares = keys.strategy.shares
     if shares is not None and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
-    if trains and not auto and _in_vain(layout):
+    if trains and _in_vain(layout):
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")

@@ -179,7 +179,6 @@ class Kept:
     nonfinite: Literal["stop", "skip"] = "stop"
     late: FromZero = 0
     audit: Share = 0
-    memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
@@ -219,6 +218,6 @@ class Keys(Kept):
     num_nodes: Whole
     batch_size: Whole
     pieces: Whole | None = None
-    accumulate_grad_batches: Whole | Literal["auto"] | None = None
+    accumulate_grad_batches: Whole | None = None
     exact: Flag = False
     sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)
