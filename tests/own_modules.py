@@ -23,7 +23,6 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from lockstep.step.memory import limit_memory
 from project.models import ImageClassifier, MnistCNN
 
 SIZE, CLASSES = 12, 3
@@ -591,21 +590,17 @@ class Helped(OwnOptimizer):
         return self.optimizer(params=self.parameters())
 
 
-class Large(LitDigits):
-    """Keeps much of each sample for its backward pass, 3.7 MB, and computes little."""
-
-    def extend(self):
-        kept = [nn.ReLU() for _ in range(25)]
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 8, 1), *kept, nn.AdaptiveAvgPool2d(SIZE), nn.Flatten(), nn.Linear(8 * SIZE * SIZE, CLASSES)
-        )
-
-
 class OutOfMemory(MnistCNN):
     def training_step(self, batch, batch_idx):
         if batch_idx == 1 and self.global_rank == 1:
-            limit_memory(128, self.trainer.strategy)
-            torch.zeros(1 << 30)
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return super().training_step(batch, batch_idx)
+
+
+class Hungry(MnistCNN):
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("pieces of 3 samples fit")
         return super().training_step(batch, batch_idx)
 
 

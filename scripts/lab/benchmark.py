@@ -42,7 +42,6 @@ PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in
     "accuracy": lambda _, data_dir: programs.accuracy(data_dir),
     "memory": lambda *_: programs.memory(),
     "folders": lambda folder, _: folders.folders(folder),
-    "busy": lambda *_: programs.busy(),
     "growth": lambda *_: growth.growth(),
     "gpu": lambda folder, _: steps.gpu(folder),
 }

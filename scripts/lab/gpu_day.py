@@ -101,9 +101,6 @@ def trials(accelerator: str, devices: int) -> Iterator[Trial]:
         for strategy in ("ddp", "dp"):
             command = (*exact, f"strategy={strategy}", all_devices)
             yield Trial("bits", f"{strategy} on {devices}", [[command]], task="exact")
-    auto = (*train, "data.image_size=48", "batch_size=256", "max_steps=2", "accumulate_grad_batches=auto")
-    yield Trial("memory", "auto finds what fits", [[(*auto, "memory_budget=200")]], 240)
-    yield Trial("memory", "control: nothing fits", [[(*auto, "batch_size=2", "memory_budget=1")]], 240, code=2)
     chaos = ("scripts/lab/chaos.py", "--faults=4", "--layouts=single", "--seed=2", f"accelerator={accelerator}")
     yield Trial("kills", "killed, ended, stopped, each time resumed", [[chaos]], 300)
     yield Trial("kills", "control: resumed with another seed", [[(*chaos, "--control")]], 300, code=1)

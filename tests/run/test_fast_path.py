@@ -1,5 +1,7 @@
 """The fast path is chosen by itself, said in the start-up line, and each part of it has a key that switches it off."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +11,9 @@ import torch
 from conftest import ROOT, Program
 from own_runs import train
 
-from lockstep.launch.machine import cores, limits
+from lockstep.launch.machine import limits
 
+POLICY = "OMP_WAIT_POLICY"
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
 COUNTED = f"""
 import resource, sys
@@ -66,27 +69,23 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     assert limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
-CROWDED = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT / "src")!r})
-import torch
-from lockstep.launch import neighbours
-neighbours.wait_shortly_beside_others()
-begun = len(os.listdir("/proc/self/task"))
-for neighbours.CROWDED, seconds in ((9.0, 1), (-1.0, 60)):
-    until = time.monotonic() + seconds
-    while (added := len(os.listdir("/proc/self/task")) - begun) < {cores()} and time.monotonic() < until:
-        time.sleep(0.05)
-    print(added)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
-def test_threads_that_lack_cores_become_more_and_wait_shortly() -> None:
-    run = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, check=True)
-    enough, lacking = map(int, run.stdout.split())
-    assert enough == 0
-    assert lacking >= cores()
+def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
+    def turns(**variables: str) -> list[str]:
+        """The turns that libgomp waits in a process of `train.py`, as it prints them when it is loaded."""
+        inherited = {name: value for name, value in os.environ.items() if name not in (POLICY, "GOMP_SPINCOUNT")}
+        run = subprocess.run(
+            [sys.executable, ROOT / "src" / "train.py", *TASK, "data.samples=64", "max_steps=1", f"outputs={tmp_path}"],
+            env={**inherited, **variables, "OMP_DISPLAY_ENV": "verbose"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return re.findall(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)
+
+    assert set(turns()) == {"1000"}
+    assert set(turns(GOMP_SPINCOUNT="77")) == {"77"}
+    assert set(turns(OMP_WAIT_POLICY="PASSIVE")) == {"0"}
 
 
 def test_numbers_below_the_normal_ones_are_zero_in_all_threads_of_a_worker(project: Path, tmp_path: Path) -> None:

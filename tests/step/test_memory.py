@@ -1,5 +1,6 @@
-"""accumulate_grad_batches=auto finds how many pieces fit; out of memory in mid-run ends in one line."""
+"""Out of memory ends a run in one line, and a script finds how many micro-batches fit."""
 
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Program, apart
+from conftest import ROOT, Program
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
@@ -17,28 +18,6 @@ TASK = (
     "data=synthetic", "data.samples=300", "data.image_size=48", "data.num_classes=3", "batch_size=256", "max_epochs=1",
     "accelerator=cpu", "precision=64-true", "logger=none", "threads=1", "strategy=ddp", "devices=2",
 )  # fmt: skip
-AUTO = "accumulate_grad_batches=auto"
-BUDGET = "memory_budget=250"  # a worker takes 500 for its part in one piece, 75 to 120 for weights and libraries
-
-
-def test_a_budget_finds_how_many_fit_and_the_weights_stay(project: Path, tmp_path: Path) -> None:
-    task, script = (*TASK, "model=mine", "model._target_=mine.Large", AUTO), str(project / "src" / "train.py")
-    free = Program(tmp_path / "free", script)(*task, cwd=project)  # nothing limits it
-    assert free.summary["layout"]["pieces"] == 2
-    train = Program(tmp_path / "limited", script)
-    run = train(*task, BUDGET, cwd=project)
-    layout = run.summary["layout"]
-    assert layout["batch_size"] == 256
-    assert 2 < layout["pieces"] < 256
-    tried = [int(number) for number in re.findall(r"^accumulate_grad_batches=(\d+): out of memory$", run.stderr, re.M)]
-    assert tried == [1 << bit for bit in range(len(tried))]
-    assert f"accumulate_grad_batches={2 * tried[-1]} fits" in run.stderr
-    assert layout["pieces"] == 4 * tried[-1]
-    assert apart(run, free) < 1e-10
-    # it goes on with the number that it has found, whatever fits now
-    resumed = train(f"resume={run.folder}", "max_epochs=2", "memory_budget=null", cwd=project)
-    assert resumed.summary["layout"]["pieces"] == layout["pieces"]
-    assert apart(resumed, free) > 1e-3  # the control: weights that differ do
 
 
 def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_path: Path) -> None:
@@ -52,18 +31,19 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     assert "Traceback" not in run.stderr
 
 
-def test_another_error_is_no_lack_of_memory(project: Path, tmp_path: Path) -> None:
-    train = Program(tmp_path, str(project / "src" / "train.py"))
-    run = train(*TASK, "model._target_=mine.WrongShapes", AUTO, BUDGET, cwd=project, ok=False)
-    assert run.returncode == 1, str(run)
-    assert re.search(r"^error: rank \d failed: RuntimeError: shapes cannot be multiplied", run.stderr, re.M)
-    assert "out of memory" not in run.stderr
-
-
-def test_a_budget_that_nothing_asks_for_is_refused(tmp_path: Path) -> None:
-    run = Program(tmp_path)(*TASK, BUDGET, ok=False)
-    assert run.returncode == 2, str(run)
-    assert f"error: {BUDGET}: on a CPU it limits what {AUTO} tries; give that too" in run.stderr
+def test_a_script_finds_how_many_micro_batches_fit(tmp_path: Path) -> None:
+    """Pieces of 12 samples, and of 6, take too much; those of 3 fit."""
+    fit = Program(tmp_path, "scripts/fit_memory.py")
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
+    task = ("data=synthetic", "data.samples=60", "batch_size=12", "accelerator=cpu", "logger=none", "threads=1")
+    found = fit(*task, "model._target_=own_modules.Hungry", env=path)
+    assert found.stdout == "accumulate_grad_batches=4\n", found
+    tried = re.findall(r"^accumulate_grad_batches=(\d+) does not fit: .*out of memory in", found.stderr, re.M)
+    assert tried == ["1", "2"], found.stderr
+    other = fit(*task, "model._target_=own_modules.WrongShapes", env=path, ok=False)
+    assert (other.returncode, other.stdout) == (1, ""), other
+    assert re.search(r"^error: .*RuntimeError: shapes cannot be multiplied", other.stderr, re.M), other.stderr
+    assert list(tmp_path.iterdir()) == [], "what was tried leaves nothing"
 
 
 def test_what_an_error_says_of_memory() -> None:

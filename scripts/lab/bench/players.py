@@ -22,14 +22,13 @@ OPPONENTS = ROOT / "scripts" / "lab" / "bench" / "opponents"
 TRAIN = ("src/train.py", "+callbacks.turns={_target_: turns.callback}")
 
 
-def program(*command: str, environment: Mapping[str, str] | None = None) -> str:
+def program(*command: str) -> str:
     """Runs a Python program from its start to its end, and returns what it printed.
 
     Raises:
         RuntimeError: it failed; with the last of what it said.
     """
-    more = os.environ | (environment or {})
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=more, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
         raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")

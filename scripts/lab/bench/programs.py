@@ -143,30 +143,3 @@ def opponent(data_dir: str) -> tuple[float, float]:
     said = program("scripts/lab/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
     reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
     return float(reached), float(seconds)
-
-
-def busy(rounds: int = 3) -> list[Row]:
-    """Samples a second of a run as it is, and as one would have it by hand, beside so many other programs that want a
-    core each, in sessions of their own."""
-    rows = []
-    for others in (0, 1, 2):
-        choices = ["", "threads=1", "PASSIVE", *["ACTIVE"] * (not others)]
-        found: dict[str, list[float]] = {by_hand: [] for by_hand in choices}
-        for by_hand in choices * rounds:
-            own, policy = ([by_hand], {}) if "=" in by_hand else ([], {"OMP_WAIT_POLICY": by_hand} if by_hand else {})
-            endless = [sys.executable, "-c", "while True: pass"]
-            neighbours = [subprocess.Popen(endless, start_new_session=True) for _ in range(others)]
-            try:
-                with tempfile.TemporaryDirectory() as outputs:
-                    program("src/train.py", "max_epochs=6", f"outputs={outputs}", *own, environment=policy)
-                    (file,) = Path(outputs).rglob("summary.json")
-                    found[by_hand].append(json.loads(file.read_text())["throughput"]["samples_per_second"])
-            finally:
-                for neighbour in neighbours:
-                    neighbour.kill()
-                    neighbour.wait()
-        ours = found.pop("")
-        best = max(found, key=lambda by_hand: median(found[by_hand]))
-        what = f"beside {others} busy programs: samples/s of the default against {best}, the best of {', '.join(found)}"
-        rows.append(row(what, ours, found[best], 0.8 if others else 0.98, at_least=True, unit="samples/s"))
-    return rows

@@ -40,7 +40,6 @@ class Config(Kept):
     strategy: Strategy  # the choice of conf/strategy/
     extras: dict[str, Extra]  # by name
     layout: Layout  # who computes which piece of a step
-    auto_accumulate: bool  # whether the layout's number of pieces is only the first one to be tried
     trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
     record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
     given: tuple[str, ...]  # dotted keys that the user has set, on the command line
@@ -87,7 +86,6 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
     if "optimizer.lr" in given and own_lr != keys.lr:
         raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
-    auto = keys.accumulate_grad_batches == "auto"
     for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
@@ -107,7 +105,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         num_nodes=keys.num_nodes,
         batch_size=keys.batch_size,
         pieces=keys.pieces,
-        accumulate_grad_batches=None if keys.accumulate_grad_batches == "auto" else keys.accumulate_grad_batches,
+        accumulate_grad_batches=keys.accumulate_grad_batches,
         exact=keys.exact,
         shares=strategy.shares,
         staged=strategy.staged,
@@ -124,7 +122,6 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         strategy=strategy,
         extras=extras,
         layout=layout,
-        auto_accumulate=auto,
         trains=trains,
         # the data's folder is read in other folders too; the learning rate stands in one place
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
@@ -200,7 +197,6 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
     graphs = compiled * (keys.compile in GRAPHS)
     tuned = compiled * (keys.compile or "").startswith("max-autotune")
-    auto = "accumulate_grad_batches=auto" * (keys.accumulate_grad_batches == "auto")
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
@@ -211,13 +207,10 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
         (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
-        (graphs, auto, "CUDA graphs don't give memory back; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
         (tuned, exact, "it chooses kernels by their speed; compile=true"),
         (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
-        ("memory_budget" * bool(keys.memory_budget and cpu), compiled, "a CPU's counts tensors, which are hidden then"),
-        (auto, f"pieces={keys.pieces}" * bool(keys.pieces), "auto looks for their number"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
         (
             "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
@@ -231,7 +224,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
-    if trains and not auto and _in_vain(layout):
+    if trains and _in_vain(layout):
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")

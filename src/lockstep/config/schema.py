@@ -159,7 +159,6 @@ class Kept:
     elastic: Flag = False
     hang_timeout: Positive = 300.0
     nonfinite: Literal["stop", "skip"] = "stop"
-    memory_budget: Positive | None = None
     precision: PRECISIONS
     threads: Whole | None = None
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
@@ -199,6 +198,6 @@ class Keys(Kept):
     num_nodes: Whole
     batch_size: Whole
     pieces: Whole | None = None
-    accumulate_grad_batches: Whole | Literal["auto"] | None = None
+    accumulate_grad_batches: Whole | None = None
     exact: Flag = False
     sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)

@@ -37,7 +37,6 @@ class DataModule(pl.LightningDataModule):
         num_workers: loader processes of this process; None: none for sets in memory, else the cores of the machine
             over its processes, 1 to 8.
         resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.data.on_device`.
-        budget: bytes that this process may use of the GPU; None: what is free.
         trains: whether `batch_size` was chosen for training; else for evaluation.
 
     Attributes:
@@ -52,7 +51,6 @@ class DataModule(pl.LightningDataModule):
         rank: int = 0,
         num_workers: int | None = None,
         resident: bool | str = "auto",
-        budget: float | None = None,
         trains: bool = True,
     ) -> None:
         super().__init__()
@@ -62,7 +60,6 @@ class DataModule(pl.LightningDataModule):
         self.rank = rank
         self.num_workers = num_workers
         self.resident = resident
-        self.budget = budget
         self.trains = trains
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
@@ -82,9 +79,7 @@ class DataModule(pl.LightningDataModule):
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            self._placed = place(
-                self.splits, device, self.resident, free if self.budget is None else min(free, self.budget)
-            )
+            self._placed = place(self.splits, device, self.resident, free)
             if self._placed is not self.splits and self.rank == 0:
                 LOG.info("sets in memory lie on the GPU")
 

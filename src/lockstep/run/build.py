@@ -29,7 +29,6 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.memory import MIB
 from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
 
@@ -115,9 +114,8 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
 def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
-    budget = None if config.memory_budget is None else config.memory_budget * MIB
     rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
-    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, budget, trains)
+    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, trains)
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:

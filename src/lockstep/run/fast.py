@@ -13,7 +13,6 @@ from torch import nn
 from lockstep.config.check import Config
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
-from lockstep.launch.neighbours import wait_shortly_beside_others
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -28,8 +27,6 @@ def set_up_worker(config: Config, folder: Path) -> int:
     torch.set_flush_denormal(True)  # gradients of a loss near zero fall below 1e-38: up to 5 times as long a step
     threads = config.worker_threads
     torch.set_num_threads(threads)
-    if threads > 1:
-        wait_shortly_beside_others()
     os.environ["OMP_NUM_THREADS"] = str(threads)  # else Lightning's ddp sets the number that it thinks best
     return rank
 

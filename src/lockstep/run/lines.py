@@ -99,8 +99,6 @@ def step_parts(config: Config) -> list[str]:
     """The step, and the layout that takes it."""
     layout = config.layout
     parts = [layout.describe(), f"{layout.strategy} on {layout.accelerator}"]
-    if config.auto_accumulate:
-        parts.append(f"accumulate_grad_batches={layout.accumulate} fits")
     if layout.exact:
         parts.append("exact")
     return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]

@@ -60,9 +60,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         must_be_alike(card(config, splits))
     before, begun = summary_of(folder), saved(folder)
     try:
-        from lockstep.run.accumulation import fitted
-
-        return _run_with_restarts(work, fitted(config, splits, folder), splits, folder)
+        return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
         if not isinstance(error, UserError) or saved(folder) != begun:  # one refused at once leaves the summary alone
             _conclude(config, splits, folder, before, error)

@@ -41,7 +41,6 @@ from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord
 from lockstep.step.finite import NonFinite
-from lockstep.step.memory import limit_memory
 from lockstep.step.networks import compile_networks
 from lockstep.step.passes import overrides
 from lockstep.text import join_names, plural
@@ -97,8 +96,6 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(config, folder, callbacks, first, copies, parts)
     if config.compile:
         compile_networks(module, config.compile, config.layout.exact)
-    if config.memory_budget is not None and config.layout.accelerator == "gpu":
-        limit_memory(config.memory_budget, trainer.strategy)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)

@@ -1,14 +1,11 @@
-"""Where memory runs out: the line that says so, and a limit under which a number of pieces can be tried."""
+"""Where memory runs out: the line that says so."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.memory import is_oom_error
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.errors import UserError
 from lockstep.text import plural
 
 MIB = 1 << 20
@@ -41,27 +38,3 @@ def peak_memory() -> int | None:
     if not torch.cuda.is_initialized():
         return None
     return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
-
-
-def limit_memory(mib: float, strategy: Any) -> None:
-    """From here on this process may use so much of each device of the trainer's strategy. On a CPU, what it maps as
-    data may grow by that much, the stacks of threads included.
-
-    Raises:
-        UserError: a CPU whose kernel knows no such limit.
-    """
-    devices = getattr(strategy, "devices", None) or [strategy.root_device]  # dp's are all one process's
-    if devices[0].type == "cuda":
-        for device in devices:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, mib * MIB / total), device)
-        return
-    status = Path("/proc/self/status")
-    if not status.exists():
-        raise UserError(f"memory_budget={mib:g}: on a CPU, only Linux limits what a process may use")
-    import resource  # not on Windows
-
-    mapped = re.search(r"^VmData:\s*(\d+) kB", status.read_text(), re.MULTILINE)
-    assert mapped is not None
-    limit = int(mapped[1]) * 1024 + int(mib * MIB) * len(devices)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
