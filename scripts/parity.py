@@ -45,7 +45,7 @@ from trials.trial import Outcome, Trial, counted, run, shorten
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Flag, checker, whole
+from lockstep.config.checks import Flag, checker, group_file, options, whole
 from lockstep.config.familiar import unknown
 from lockstep.data import Splits
 from lockstep.data.build import open_data
@@ -198,14 +198,15 @@ def compare(
 ) -> tuple[list[Row], Distances, str]:
     """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
     rows: list[Row] = []
-    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by `late`
+    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by steps late
+    usual = steps_late(raw)
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []
     for number, (kind, trial) in enumerate(counted(trials(config, raw), "trial")):
         names = trial.name, ""
         try:
             tried = check({**raw, **trial.changes})
-            layout, arithmetic = tried.layout, (tried.layout.exact, tried.late)
+            layout, arithmetic = tried.layout, (tried.layout.exact, steps_late({**raw, **trial.changes}))
             names = trial.name or title(layout), each(layout)
             found = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (UserError, WorkerFailed) as error:
@@ -213,11 +214,11 @@ def compare(
                 raise
             # a layout may have no exact sum (SyncBatchNorm, compression), and a control may overflow
             # nor is every network one in a row
-            refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] == "pipeline"
+            refusable = kind in ("exact", "late") or trial.changes["strategy"]["name"] not in ("auto", "ddp", "dp")
             passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        default = found if kind == "late" else first.get((False, config.late), found)
+        default = found if kind == "late" else first.get((False, usual), found)
         reference = first.get(arithmetic, default)
         rows.append(judge(kind, names, found, reference, tolerance))
         first.setdefault(arithmetic, found)
@@ -225,7 +226,7 @@ def compare(
             yardsticks.append(distances(found, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
     assert tolerance is not None
-    return rows, tolerance, explain(first[False, config.late], tolerance)
+    return rows, tolerance, explain(first[False, usual], tolerance)
 
 
 # --- what is run ------------------------------------------------------------------------------------------------------
@@ -238,18 +239,21 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     one, others = everywhere[0] | default, everywhere[1:]
     found = [("default", Trial("", one))]
     found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
-    two = asked(config, raw) | {"strategy": {"name": "ddp"}, "devices": 2}
+    two = asked(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
     engines = [two] if can_run({**raw, **two, **default}) else []
     found += [("default", Trial("", layout | default)) for layout in others]
     found += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
     found += [("exact", Trial("", layout | exact)) for layout in everywhere]
     found += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
-    late = {"late": config.late + 1}
-    if lateable := can_run({**raw, **one, **late}):
+    late: dict[str, Any] = {}
+    if "late" in options("extras"):
+        one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
+        late = {"extras": {**(raw["extras"] or {}), "late": one_more}}
+    if lateable := bool(late) and can_run({**raw, **one, **late}):
         some: dict[str, dict[str, Any]] = {}  # the first of each strategy
         for layout in everywhere:
-            some.setdefault(check({**raw, **layout}).layout.strategy, layout)
-        some.pop("pipeline", None)  # which sends no gradient
+            if can_run({**raw, **layout, **late}):  # stages send no gradients that could be late
+                some.setdefault(check({**raw, **layout}).layout.strategy, layout)
         found += [("late", Trial("", layout | exact | late)) for layout in some.values()]
     found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
     wrong = asked(config, raw) | default
@@ -258,6 +262,11 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     if lateable:
         found.append(("control", Trial(LATE, one | late)))
     return found
+
+
+def steps_late(raw: dict[str, Any]) -> int:
+    """Return how many steps late a config applies gradients."""
+    return int(((raw["extras"] or {}).get("late") or {}).get("steps", 0))
 
 
 def can_run(raw: dict[str, Any]) -> bool:
@@ -275,16 +284,21 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     most = min(pieces, gpu_count() if config.layout.accelerator == "gpu" else cpu_cap())
     full = max(n for n in range(1, most + 1) if pieces % n == 0)  # no accumulation, where there are so many devices
     uneven = next((n for n in range(2, most + 1) if pieces % n), 1)
-    candidates: list[tuple[dict[str, Any], int]] = [({"name": "auto"}, 1), (raw["strategy"], devices)]
-    for name in ("ddp",) if config.compile else ("ddp", "dp"):  # which can't go with it
-        candidates += [({"name": name}, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
+    auto, ddp, dp = (group_file("strategy", name) for name in ("auto", "ddp", "dp"))
+    candidates: list[tuple[dict[str, Any], int]] = [(auto, 1), (raw["strategy"], devices)]
+    for strategy in (ddp,) if config.compile else (ddp, dp):  # which can't go with it
+        candidates += [(strategy, n) for n in sorted({2, uneven, devices, full}) if 1 < n <= most]
         if pieces >= 3 and most >= 2:
-            candidates.append(({"name": name, "shares": [3, 1]}, 2))
-    if not config.compile:  # nor with this one, of which every piece passes each stage
-        candidates += [({"name": "pipeline"}, n) for n in (2, 3) if n <= most and config.layout.accelerator == "cpu"]
+            candidates.append((strategy | {"shares": [3, 1]}, 2))
+    if config.layout.accelerator == "cpu":
+        others = [group_file("strategy", name) for name in options("strategy") if name not in ("auto", "ddp", "dp")]
+        candidates += [(strategy, n) for strategy in others for n in (2, 3) if n <= most]
     found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
+    core = [strategy["name"] for strategy in (auto, ddp, dp)]
     seen = set()
     for changes in found:
+        if changes["strategy"]["name"] not in core and not can_run({**raw, **changes}):
+            continue
         layout = check({**raw, **changes}).layout
         if (key := (title(layout), each(layout))) not in seen:
             seen.add(key)
@@ -299,14 +313,14 @@ def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
 
 def title(layout: Layout) -> str:
     """A layout's name in the table."""
-    if layout.strategy == "pipeline":
-        return f"pipeline, {layout.devices} stages"
+    if layout.staged:
+        return f"{layout.strategy}, {layout.devices} stages"
     return "1 device" if layout.strategy == "single" else f"{layout.strategy}, {plural(layout.devices, 'device')}"
 
 
 def each(layout: Layout) -> str:
     """The pieces of each device: `4 + 4`."""
-    if layout.strategy == "pipeline":
+    if layout.staged:
         return f"{layout.pieces} through all"
     return " + ".join(map(str, split(layout.pieces, layout.num_devices, layout.shares)))
 

@@ -16,17 +16,18 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
+from lockstep.config.checks import group_file
 from lockstep.config.targets import must_be_named
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
+from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, deciding, parsed, read
 from lockstep.launch.agent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.ledger import NAME, STATE, config_sha256, deciding, parsed, read
 from lockstep.run.training import train
 from lockstep.step.loop import validates
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks")  # that may name what is made
+GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
 
 
 class Until(Preemption):
@@ -85,16 +86,16 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     before = about.get("data_dir")
     there = isinstance(before, str) and Path(before).is_dir()
     kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers", "resident")}
-    options = {key: told["strategy"].get(key) for key in ("sync_batchnorm", "compression")}
+    strategy = {key: told["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
     config = check(
         {
             **told,
             **kept,
             "num_nodes": 1,
-            "strategy": {**options, **{key: raw["strategy"].get(key) for key in ("name", "shares", "split")}},
+            "strategy": {**raw["strategy"], **strategy},
+            "extras": {**(told.get("extras") or {}), **group_file("extras", "ledger")},
             "data_dir": raw["data_dir"] or (before if there else "data"),
             "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
-            "ledger": True,
         }
     )
     if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
@@ -104,6 +105,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     return Life(about, config)
 
 
+SENDING = ("sync_batchnorm", "compression")  # options of a strategy that weights depend on
 SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 

@@ -3,7 +3,7 @@
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
 
-The run must have been made with `ledger=true`, and with `checkpoint_keep=` to start anywhere but at its beginning.
+The run must have been made with `extras=[ledger]`, and with `checkpoint_keep=` to start anywhere but at its beginning.
 First the ledger itself is looked at: that each line follows from the one before, and that the samples of all steps are
 those of the seed. Then training goes on from the last checkpoint before each step that was chosen, up to it, in a
 folder that is thrown away; weights and optimizer must have the bits that the ledger says. docs/verify.md says what that
@@ -32,9 +32,9 @@ from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.retention import steps_kept
 from lockstep.config.checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
+from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
-from lockstep.run.ledger import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
 from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.text import join_names
 
@@ -78,7 +78,7 @@ def look(raw: dict[str, Any], folder: Path) -> None:
     run = Path(str(as_text(raw.pop("run")))).expanduser()
     path = run / NAME
     if not path.is_file():
-        raise UserError(f"run={run}: it has no {NAME}; a run keeps one from its start with ledger=true")
+        raise UserError(f"run={run}: it has no {NAME}; a run keeps one from its start with extras=[ledger]")
     lines = chained(path)
     lives = lives_of(lines, raw, path)
     for line, part in zip(lines[1:], lives[1:], strict=True):

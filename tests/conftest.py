@@ -43,6 +43,8 @@ STRUCK = (
     *("data=synthetic", "data.samples=415", "data.image_size=12", "data.num_classes=3", "model.dropout=0.25"),
     *("batch_size=32", "max_epochs=24", "checkpoint_every=3", "logger=none", "threads=1"),
 )
+# Strategies of several devices: those of the core, and what lies beside them in conf/strategy/.
+SEVERAL = ",".join(["ddp", "dp", *sorted({f.stem for f in ROOT.glob("conf/strategy/*.yaml")} - {"auto", "ddp", "dp"})])
 # A GPU is for test_gpu.py alone: all others count on devices that are the CPU's.
 SEEN = "LOCKSTEP_TEST_GPUS"  # by the first of all processes: pytest's workers inherit what it hides
 os.environ.setdefault(SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", "0") if gpu_count() else "")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from conftest import Program, Run, checkpoint_of
+from conftest import Program, Run, checkpoint_of, summary_of
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.arithmetic.order import DataOrder
@@ -17,7 +17,7 @@ TASK = (
     *("batch_size=24", "pieces=6"),  # 81 samples: four steps an epoch, the last of 9, which 6 pieces share unevenly
     *("logger=none", "callbacks.console=null", "callbacks.dashboard=null"),
 )
-DDP, DP, PIPELINE = (("strategy=" + name, "devices=2") for name in ("ddp", "dp", "pipeline"))
+DDP, DP = (("strategy=" + name, "devices=2") for name in ("ddp", "dp"))
 BOTH = ("strategy=ddp,dp", "devices=2")
 
 
@@ -35,6 +35,16 @@ def go_on(project: Path, run: Run, *overrides: str, ok: bool = True) -> Run:
 def jobs(project: Path, outputs: Path, names: str, *overrides: str) -> list[Run]:
     """The runs of a sweep over modules, `One,mine.Other`, or over what is overridden."""
     return [Run(0, "", "", folder) for folder in train(project, outputs, names, *overrides, "-m").jobs]
+
+
+def must_refuse(project: Path, outputs: Path, options: tuple[str, ...], says: dict[str, str]) -> None:
+    """Train modules in one sweep; each must be refused with its text."""
+    modules = ",mine.".join(says)  # the first one's prefix: see `train`
+    run = train(project, outputs, modules, *options, "-m", ok=False)
+    assert run.returncode == 1, str(run)
+    errors = [summary_of(job)["error"] for job in run.jobs]
+    for error, text in zip(errors, says.values(), strict=True):
+        assert text in error
 
 
 def same_bits(*runs: Run) -> bool:

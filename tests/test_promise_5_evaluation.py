@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from callbacks.test_dashboard import Board
-from conftest import Program, summary_of
+from conftest import SEVERAL, Program, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_runs import jobs, train
@@ -94,7 +94,7 @@ def test_evaluation_is_the_same_on_any_layout(run_train: Program, tmp_path: Path
 def test_what_a_module_logs_by_itself_counts_every_sample_once(project: Path, tmp_path: Path) -> None:
     """Also of ranks with unequal parts, or with none; what no reduction makes right is named on the console, once."""
     few = ("data.val_fraction=0.03", "hang_timeout=60", "callbacks.checkpoint.monitor=val/plain")  # three samples
-    runs = jobs(project, tmp_path / "several", "Logs", *few, "strategy=ddp,dp,pipeline", "devices=2")
+    runs = jobs(project, tmp_path / "several", "Logs", *few, f"strategy={SEVERAL}", "devices=2")
     swept = train(project, tmp_path / "ranks", "Logs", *few, "devices=1,3,4", "-m")
     one, *others = [summary_of(job)["metrics"] for job in swept.jobs]
     others += [run.summary["metrics"] for run in runs]

@@ -54,7 +54,7 @@ def test_bits_that_flip_in_silence_are_seen() -> None:
 
 def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:
     """The control: a wrong gradient without an audit, in a run that nobody verifies."""
-    done = forked(CHAOS, "--silent", "--faults=1", "--control", "--seed=13", "audit=0")
+    done = forked(CHAOS, "--silent", "--faults=1", "--control", "--seed=13", "extras.audit.share=1e-9")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEM" in done.stdout
     assert "not seen" in done.stdout

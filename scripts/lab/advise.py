@@ -31,7 +31,7 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Positive, checker
+from lockstep.config.checks import Positive, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -67,7 +67,7 @@ class Choice:
     def changes(self) -> dict[str, Any]:
         """To a config, which choose this layout."""
         layout = {"devices": self.devices, "accumulate_grad_batches": self.accumulate_grad_batches, "pieces": None}
-        return layout | {"strategy": {"name": "auto" if self.devices == 1 else self.strategy}}
+        return layout | {"strategy": group_file("strategy", "auto" if self.devices == 1 else self.strategy)}
 
 
 def advise(raw: dict[str, Any], folder: Path) -> None:
@@ -118,7 +118,7 @@ def on_machines(
 ) -> dict[str, Any]:
     """Measures one device with the parts of a step that several machines would have, each for so many seconds."""
     compression = raw["strategy"].get("compression", "none")
-    config = check({**raw, "devices": 1, "strategy": {"name": "auto"}})
+    config = check({**raw, "devices": 1, "strategy": group_file("strategy", "auto")})
 
     def part(samples: int) -> scaling.Computed:
         print(f"measuring {samples} samples ...", file=sys.stderr)

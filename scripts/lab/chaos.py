@@ -19,7 +19,7 @@ same run on one device, and each machine with the same last.ckpt.
 
 With --silent bits flip instead, a fault in each run, on three devices: in weights, activations, gradients, in what is
 sent or received when these are summed, in what is saved; once, or again and again. Survived: every change was seen by
-`audit=`, the checks of sums, replicas and finite gradients, or verify.py at the end; nobody was named wrongly, and
+the audit, the checks of sums, replicas and finite gradients, or verify.py at the end; nobody was named wrongly, and
 nothing was seen in N steps --clean.
 
 Exit codes: 0 all survived, 1 not, 2 bad input, 130 interrupted. Linux only.
@@ -52,8 +52,8 @@ JOB = [
 ]
 SILENT = [  # small steps, many runs
     *("data=synthetic", "data.samples=4000", "data.image_size=12", "data.num_classes=3"),
-    *("batch_size=16", "max_steps=12", "checkpoint_every=4", "exact=true", "pieces=4", "audit=1.0"),
-    *("ledger=true", "logger=none", "scheduler=constant"),
+    *("batch_size=16", "max_steps=12", "checkpoint_every=4", "exact=true", "pieces=4", "extras=[audit,ledger]"),
+    *("extras.audit.share=1.0", "logger=none", "scheduler=constant"),
 ]
 EXACT = ["exact=true", "pieces=4"]
 SINGLE = ["strategy=auto", "devices=1"]

@@ -35,7 +35,7 @@ from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config, check
-from lockstep.config.checks import whole
+from lockstep.config.checks import group_file, whole
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
@@ -67,7 +67,7 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
         bits_per_second("rate", rate)
     if external_workers() or raw["num_nodes"] != 1:
         raise UserError("communication.py measures on one machine: num_nodes=1, and no torchrun")
-    config = check(raw | {"strategy": {"name": "ddp"}, "batch_size": raw["devices"] * raw["batch_size"]})
+    config = check(raw | {"strategy": group_file("strategy", "ddp"), "batch_size": raw["devices"] * raw["batch_size"]})
     workers = config.layout.devices
     if workers < 2:
         raise UserError("devices: 2 or more workers, of which all numbers up to it are tried")

@@ -12,6 +12,7 @@ from typing import Any
 from trials.trial import Outcome, Trial, counted, difference, run
 
 from lockstep.config.check import Config
+from lockstep.config.checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
@@ -43,9 +44,14 @@ class Effect:
 def pairs(config: Config, model: Changes) -> list[Pair]:
     """What is compared for a model; all keys not named are the same. A step has the config's pieces."""
     pieces = config.layout.pieces
-    one: Changes = {"strategy": {"name": "auto"}, "devices": 1, "pieces": pieces, "accumulate_grad_batches": None}
+    one: Changes = {
+        "strategy": group_file("strategy", "auto"),
+        "devices": 1,
+        "pieces": pieces,
+        "accumulate_grad_batches": None,
+    }
     one |= {"exact": True, "threads": 1, "precision": "32-true"}
-    two, halves = one | {"strategy": {"name": "ddp"}, "devices": 2}, {"pieces": pieces // 2}
+    two, halves = one | {"strategy": group_file("strategy", "ddp"), "devices": 2}, {"pieces": pieces // 2}
     what, without, switch = f"another number of pieces ({pieces}, {pieces // 2})", None, "-"
     if "norm" in model:
         what, switch, without = f"{what}, BatchNorm", "`model.norm=group`", one | {"model": model | {"norm": "group"}}

@@ -14,6 +14,7 @@ from trials.record import YARDSTICKS, roundoff
 from trials.trial import FULL, Outcome, Trial, counted, run
 
 from lockstep.config.check import check
+from lockstep.config.checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]
@@ -55,7 +56,12 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     raw, splits = prepared(overrides)
     pieces = check(raw).layout.pieces
     layouts: dict[str, Changes] = {
-        name: {"strategy": {"name": strategy}, "devices": devices, "pieces": pieces, "accumulate_grad_batches": None}
+        name: {
+            "strategy": group_file("strategy", strategy),
+            "devices": devices,
+            "pieces": pieces,
+            "accumulate_grad_batches": None,
+        }
         for name, (strategy, devices) in LAYOUTS.items()
     }
     made = 0

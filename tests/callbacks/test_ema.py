@@ -80,7 +80,6 @@ def test_options_out_of_range(options: dict[str, Any]) -> None:
     ("overrides", "reason"),
     [
         (("precision=bf16-true",), "has too few digits for an average"),
-        (("strategy=pipeline", "devices=2"), "needs the whole network on each device"),
     ],
 )
 def test_refused_in_one_line(run_train: Program, overrides: tuple[str, ...], reason: str) -> None:

@@ -123,7 +123,7 @@ def test_classes_are_counted_where_that_is_short() -> None:
 
 
 def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
-    overrides = ("lr_scaling=linear", "batch_size=128", "max_steps=3", "max_epochs=2", "late=1", "name=x")
+    overrides = ("lr_scaling=linear", "batch_size=128", "max_steps=3", "max_epochs=2", "name=x")
     config = check(dict(compose(*overrides)))
     module, splits = fast_cnn(freeze=["net.logits.*"]), made([0, 1] * 640, ("0", "1"))
     lines = start_lines(config, splits, module, (), Path("outputs"), "2 threads", "lr 0.04")

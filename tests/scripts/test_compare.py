@@ -197,7 +197,7 @@ def test_rows_that_took_the_same_steps_are_named(tmp_path: Path) -> None:
             tmp_path / str(number), devices, seed, 0.5, 90.0, layout=layout, weights_sha256=more.pop("sha", str(number))
         )
         config = {"lr": lr, "seed": seed, "devices": devices, "pieces": None, "batch_size": 32, "max_epochs": 1, **more}
-        strategy = {"name": name} | ({"compression": "none", "average_every": None} if name == "ddp" else {})
+        strategy = {"name": name} | ({"compression": "none", "sync_batchnorm": False} if name == "ddp" else {})
         (tmp_path / str(number) / ".hydra" / "config.yaml").write_text(json.dumps(config | {"strategy": strategy}))
 
     one(0, "ddp", 2, 2, threads=1)

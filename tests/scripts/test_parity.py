@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program, Run
+from conftest import ROOT, SEVERAL, Program, Run
 from parity import Different, chosen, judge_features, layouts, verdict
 from trials.judging import MARGIN, Distances, Row, allowed
 
@@ -43,22 +43,24 @@ def test_layouts_pass_and_controls_are_seen(run_parity: Program) -> None:
     rows = report(run)["rows"]
     assert all(row["passed"] for row in rows)
     by_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in ("default", "exact", "pieces", "control")}
-    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", "pipeline, 2 stages", "an engine's workers, 2"]
+    staged = [f"{name}, 2 stages" for name in SEVERAL.split(",")[2:]]
+    layouts = ["1 device", "ddp, 2 devices", "dp, 2 devices", *staged, "an engine's workers, 2"]
+    has_late = (ROOT / "conf" / "extras" / "late.yaml").exists()
     assert [row["layout"] for row in by_kind["default"]] == [row["layout"] for row in by_kind["exact"]] == layouts
-    assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * 4
+    assert [row["verdict"] for row in by_kind["exact"][1:]] == ["same bits"] * (len(layouts) - 1)
     late = [row for row in rows if row["kind"] == "late"]
-    assert [(row["layout"], row["verdict"]) for row in late] == list(
-        zip(layouts[:3], ["reference", "same bits", "same bits"], strict=True)
-    )
+    expected = list(zip(layouts[:3], ["reference", "same bits", "same bits"], strict=True))
+    assert [(row["layout"], row["verdict"]) for row in late] == expected * has_late
     assert by_kind["pieces"][0]["verdict"] == "legal: dropout, other pieces"
-    assert len(by_kind["control"]) == 5
-    assert by_kind["control"][-1]["layout"] == "gradients a step later"
+    assert len(by_kind["control"]) == 4 + has_late
+    assert (by_kind["control"][-1]["layout"] == "gradients a step later") == has_late
     assert all(row["verdict"].startswith("seen") for row in by_kind["control"])
     assert {row["evaluated"].partition("/")[2] for row in rows} == {"11"}
     assert (run.folder / "parity.png").stat().st_size > 10_000
+    count = 2 * len(layouts) + 3 * has_late + 1
     assert run.stdout.endswith(
-        "The layouts agree: all 14 rows are as promised, 8 of them bit for bit; "
-        "all 5 mistakes made on purpose are seen.\n"
+        f"The layouts agree: all {count} rows are as promised, {len(layouts) + 1 + 2 * has_late} of them bit for bit; "
+        f"all {4 + has_late} mistakes made on purpose are seen.\n"
     )
     assert not list(run.folder.rglob("*.npz"))
 

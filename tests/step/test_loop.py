@@ -23,7 +23,7 @@ from lockstep.step.batch import StepBatch
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
-from lockstep.strategies import make_strategy
+from lockstep.strategies import Auto
 
 SAMPLES, BATCH = 22, 8  # the last step has 6
 HOOKS = [
@@ -132,7 +132,6 @@ def fit(
     exact: bool = False,
     policy: str = "stop",
     later: bool = False,
-    graphs: bool = False,
     **options: Any,
 ) -> Any:
     layout = resolve(
@@ -142,10 +141,10 @@ def fit(
     if isinstance(module, Loud):
         module.calls = recorder.calls
     options = QUIET | {"callbacks": [recorder], "default_root_dir": folder, "max_epochs": 2, **options}
-    strategy = make_strategy(layout, {})
+    strategy = Auto().make(layout)
     if ours:
         gradients = (ExactGradientSum if exact else GradientSum)(strategy, 1)
-        trainer: pl.Trainer = StepTrainer(gradients, FiniteGradientCheck(policy, 1, later), 3, graphs, **options)
+        trainer: pl.Trainer = StepTrainer(gradients, [FiniteGradientCheck(policy, later)], 3, **options)
     else:
         trainer = pl.Trainer(strategy=strategy, use_distributed_sampler=False, **options)
     trainer.fit(module, datamodule=(DataModule if ours else Whole)(splits(), layout, seed=3, num_workers=0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Run, apart, checkpoint_of, summary_of
-from own_runs import DDP, DP, PIPELINE, go_on, jobs, same_bits, train
+from own_runs import DDP, DP, go_on, jobs, must_refuse, same_bits, train
 from plain import scalars
 
 from lockstep.checkpoint.resume import key
@@ -119,7 +119,6 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
         (("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change nothing"),
         (("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change nothing"),
         ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
-        ((*DDP, "strategy.average_every=2", EMA), "callbacks.ema: under strategy.average_every each device"),
     ],
 )
 def test_what_would_be_ignored_is_refused(project: Path, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
@@ -162,16 +161,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
             "Views": "training_step calls forward() more than once",
         },
     ),
-    (
-        PIPELINE,
-        {
-            "Views": "training_step calls forward() more than once",
-            "Past": "training_step must call self(x), which passes all stages",
-            "Penalty": "training_step uses net.1.bias outside of forward(), and another device holds it",
-            "Spare": "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only",
-            "Disorder": "the parts of Disorder one after the other don't give what its forward() does",
-        },
-    ),
 ]
 
 
@@ -179,12 +168,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
 def test_what_a_step_can_not_do_is_refused(
     project: Path, tmp_path: Path, options: tuple[str, ...], said: dict[str, str]
 ) -> None:
-    modules = ",mine.".join(said)  # the first one's prefix: see `train`
-    run = train(project, tmp_path, modules, *options, "-m", ok=False)
-    assert run.returncode == 1, str(run)
-    errors = [summary_of(job)["error"] for job in run.jobs]
-    for error, says in zip(errors, said.values(), strict=True):
-        assert says in error
+    must_refuse(project, tmp_path, options, said)
 
 
 @pytest.mark.parametrize(

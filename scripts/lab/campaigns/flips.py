@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.arithmetic.audit import chosen
+from lockstep.extras.audit.choice import chosen
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
 NAME = "struck.json"  # in the run's folder: where it was struck first

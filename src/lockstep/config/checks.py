@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
+import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from lockstep.config.familiar import no_such_key
@@ -87,6 +88,13 @@ def show(value: Any) -> str:
 def options(group: str) -> list[str]:
     """The files of a config group, but for those that only others begin with."""
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
+
+
+def group_file(group: str, name: str) -> dict[str, Any]:
+    """Return what a file of a config group holds, with the files of that group that it begins with."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
+    bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
+    return {key: value for part in (*bases, content) for key, value in part.items()}
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:

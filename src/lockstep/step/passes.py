@@ -120,7 +120,8 @@ class StepPasses:
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps follow from: the gradient sum's state and, under exact, the statistics' grids."""
         self.settle()
-        state: dict[str, Any] = {"gradients": self.gradients.state_dict()}
+        gradients = self.gradients.state_dict()
+        state: dict[str, Any] = {"gradients": gradients} if gradients else {}
         if (exact := self.statistics.exact) is not None:
             state["statistics"] = whole(self.gradients.strategy, exact.exponents, exact)
         return state

@@ -27,7 +27,9 @@ class Strategy:
     staged = False
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
-        self.shares = shares or ()
+        self.shares = tuple(shares or ())
+        if any(share <= 0 for share in self.shares):
+            raise ValueError(f"shares={list(self.shares)}: must be above 0")
 
     def name_on(self, devices: int) -> str:
         """Return the layout's name on so many devices in all."""

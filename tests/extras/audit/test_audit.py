@@ -1,4 +1,4 @@
-"""`audit=`: runs in which one device computes wrong, once or from some step on, and clean ones without an alarm."""
+"""Runs in which one device computes wrong, once or from some step on, and clean ones without an alarm."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,20 @@ import torch
 from conftest import Run, summary_of
 from own_runs import DDP, DP, jobs, same_bits, train
 
-from lockstep.arithmetic.audit import chosen, verdict
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
+from lockstep.extras.audit.choice import chosen, verdict
 
 pytestmark = pytest.mark.slow
 TRAINED = 81  # samples, in four steps an epoch
-AUDIT = ("accelerator=cpu", "exact=true", "audit=1", "checkpoint_every=1", "checkpoint_keep=-1")
+AUDIT = (
+    "accelerator=cpu",
+    "exact=true",
+    "extras=[audit]",
+    "extras.audit.share=1",
+    "checkpoint_every=1",
+    "checkpoint_keep=-1",
+)
 
 
 def layout(devices: int, strategy: str = "ddp") -> Layout:
@@ -46,11 +53,11 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def clean(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT, "audit=0")
+    return train(project, tmp_path_factory.mktemp("clean"), "LitDigits", *AUDIT[:2], *AUDIT[4:])
 
 
 def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_path: Path) -> None:
-    options = ("exact=true", "precision=bf16-mixed", "audit=0,1", *DDP)
+    options = ("exact=true", "precision=bf16-mixed", "extras=[audit]", "extras.audit.share=1e-9,1", *DDP)
     found = jobs(project, tmp_path, "Counts,mine.Drops", *options)
     for plain, audited in zip(found[::2], found[1::2], strict=True):
         assert same_bits(plain, audited)

@@ -1,4 +1,4 @@
-"""`late`: which gradient meets which weights follows from the step alone; and weights that are averaged every H steps.
+"""Which gradient meets which weights follows from the step alone.
 
 A user's own LightningModule is compared with loops in plain torch, and layouts with each other, to the bit.
 """
@@ -15,12 +15,19 @@ from step.test_loop import BATCH, Net, splits
 
 from lockstep.arithmetic.layout import resolve
 from lockstep.data import DataModule
+from lockstep.extras.late.sum import LateSteps, LateSum
 from lockstep.run.summary import weights_sha256
 from lockstep.step import gradients
 from lockstep.step.finite import FiniteGradientCheck, NonFinite
 from lockstep.step.gradients import ExactGradientSum, GradientSum
+from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.strategies import make_strategy
+from lockstep.strategies import Auto
+
+
+def late_by(steps: int) -> tuple[str, str]:
+    return "extras=[late]", f"extras.late.steps={steps}"
+
 
 # --- late -------------------------------------------------------------------------------------------------------------
 
@@ -39,7 +46,7 @@ def by_hand(late: int, left_out: int = 0, steps: int = 8) -> torch.nn.Module:
 
 @pytest.mark.parametrize("late", [1, 3])
 def test_a_plain_loop(project: Path, tmp_path: Path, late: int) -> None:
-    run = train(project, tmp_path, "LitDigits", "lr=0.1", f"late={late}", *DDP)
+    run = train(project, tmp_path, "LitDigits", "lr=0.1", *late_by(late), *DDP)
     assert same_as(run.folder, by_hand(late))
     assert run.summary["steps"] == 8
     controls = [by_hand(other) for other in (0, 1, 3) if other != late] + [by_hand(late, left_out=1)]
@@ -55,7 +62,7 @@ def test_the_last_ones_are_applied_when_somebody_stops_a_run_early(project: Path
         "stopping_threshold=-1.0",
     )
     options = [f"+callbacks.stop.{option}" for option in stop]
-    run = train(project, tmp_path, "LitDigits", "lr=0.1", "late=2", *options)
+    run = train(project, tmp_path, "LitDigits", "lr=0.1", *late_by(2), *options)
     assert run.summary["steps"] == 4
     assert "ended early, after step 4 of 8: Stopping threshold reached" in run.stderr
     assert same_as(run.folder, by_hand(2, steps=4))
@@ -70,24 +77,24 @@ TASK = (*RANDOM, "model=fast_cnn", "data.samples=55", "data.image_size=19", "bat
 
 
 def test_one_sha256_over_layouts(run_train: Program) -> None:
-    run = run_train(*TASK, "late=2", "strategy=ddp,dp", "devices=1,2,3", "-m")
+    run = run_train(*TASK, *late_by(2), "strategy=ddp,dp", "devices=1,2,3", "-m")
     found = [summary_of(folder)["weights_sha256"] for folder in run.jobs]
     assert (len(found), len(set(found))) == (6, 1), found
 
 
 @pytest.mark.parametrize("exact", ["true", "false"])
 def test_killed_it_goes_on_with_the_gradients_under_way(project: Path, tmp_path: Path, exact: str) -> None:
-    task = ("checkpoint_every=5", "late=2", f"exact={exact}")
+    task = ("checkpoint_every=5", *late_by(2), f"exact={exact}")
     undisturbed = train(project, tmp_path / "undisturbed", "Cut", *task, *DDP)
     cut = train(project, tmp_path / "cut", "Cut", *task, *DDP, cut="SIGKILL", ok=False)
     (last,) = (tmp_path / "cut").rglob("last.ckpt")
     loops = torch.load(last, weights_only=True)["loops"]["fit_loop"]["epoch_loop.state_dict"]
-    assert [taken["step"] for taken in loops["late"]] == [3, 4]
+    assert [taken["step"] for taken in loops["gradients"]["waiting"]] == [3, 4]
     if exact == "true":
-        refused = go_on(project, cut, "late=1", ok=False)
+        refused = go_on(project, cut, "extras.late.steps=1", ok=False)
         assert refused.returncode == 2
-        assert "late=1: " in refused.stderr
-        assert "holds 2 gradients under way; give late=2 or more" in refused.stderr
+        assert "extras.late.steps=1: " in refused.stderr
+        assert "holds 2 gradients under way; give extras.late.steps=2 or more" in refused.stderr
     resumed = go_on(project, cut, *(DP if exact == "true" else DDP))
     assert same_bits(resumed, undisturbed)
 
@@ -120,10 +127,15 @@ def fit(tmp_path: Path, module: Net, kind: type[GradientSum], late: int, world_s
     """Four steps as rank zero of so many makes them: whoever asks for the others' sums gets its own."""
     on: dict[str, Any] = {"strategy": "single", "accelerator": "cpu", "devices": 1, "num_nodes": 1}
     layout = resolve(**on, batch_size=BATCH, pieces=2, exact=kind is ExactGradientSum)
-    strategy = make_strategy(layout, {})
-    strategy.outdated = True  # so that DDP has no part in a synchronous step, either
+    strategy = Auto().make(layout)
+    vars(strategy)["outdated"] = True  # so that DDP has no part in a synchronous step, either
     options = QUIET | {"max_steps": 4, "limit_val_batches": 0, "default_root_dir": tmp_path, **options}
-    trainer = StepTrainer(kind(strategy, world_size, late), FiniteGradientCheck("stop", 1), 3, **options)
+    gradients: GradientSum = kind(strategy, world_size)
+    hooks: list[StepHook] = [FiniteGradientCheck("stop")]
+    if late:
+        gradients = LateSum(gradients, late)
+        hooks.append(LateSteps(gradients))
+    trainer = StepTrainer(gradients, hooks, 3, **options)
     trainer.fit(module, datamodule=DataModule(splits(), layout, seed=3, num_workers=0))
     return trainer
 
@@ -171,38 +183,3 @@ def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(t
         fit(tmp_path, Saves(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 1"
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
-
-
-# --- weights that are averaged ----------------------------------------------------------------------------------------
-
-
-def local_sgd(every: int, samples: int) -> torch.nn.Module:
-    """Two replicas, each on its half of every step; averaged every so many steps, and before an epoch's validation."""
-    replicas = [Replica(), Replica()]
-    steps = batches(samples)
-    for number, (x, y) in enumerate(steps, 1):
-        for replica, half in zip(replicas, (slice(0, 12), slice(12, 24)), strict=True):
-            replica.apply(replica.gradient(x[half], y[half]))
-        if number % every == 0 or number % (len(steps) // 2) == 0:
-            with torch.no_grad():
-                for one, other in zip(*(replica.net.parameters() for replica in replicas), strict=True):
-                    one.copy_((one + other) / 2)
-                    other.copy_(one)
-    return replicas[0].net
-
-
-def test_weights_are_averaged_as_a_plain_loop_does(project: Path, tmp_path: Path) -> None:
-    task = ("data.samples=107", "lr=0.1", *DDP)  # 96 are trained on: no tail, else ranks would differ in samples
-    run = train(project, tmp_path / "2", "LitDigits", *task, "strategy.average_every=2")
-    assert same_as(run.folder, local_sgd(2, 107))
-    assert not same_as(run.folder, local_sgd(1, 107))
-    summed = train(project, tmp_path / "summed", "LitDigits", *task)
-    assert same_as(summed.folder, local_sgd(1, 107)), "at every step, it is the mean of the gradients"
-    assert "weights averaged every 2 steps (the result depends on the number of devices)" in run.stderr + run.stdout
-
-
-def test_averages_of_three_of_which_one_has_no_sample(run_train: Program) -> None:
-    """A checkpoint compares the weights of all ranks, and fails where they differ."""
-    task = [key for key in TASK if key not in ("exact=true", "callbacks=none")]
-    changes = ("checkpoint_every=2", "strategy=ddp", "devices=3", "strategy.average_every=5", "callbacks.console=null")
-    assert run_train(*task, *changes).summary["status"] == "completed"

@@ -20,11 +20,11 @@ from lockstep.checkpoint.io import save
 from lockstep.checkpoint.retention import keep, steps_kept
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.run.ledger import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
+from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
 
 pytestmark = pytest.mark.slow
 
-JOB = (*STRUCK, "checkpoint_every=5", "exact=true", "pieces=4", "ledger=true", "checkpoint_keep=-1")
+JOB = (*STRUCK, "checkpoint_every=5", "exact=true", "pieces=4", "extras=[ledger]", "checkpoint_keep=-1")
 Lines = list[dict[str, Any]]
 
 
@@ -173,7 +173,7 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
-    job = [*STRUCK, "checkpoint_every=5", "ledger=true", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
+    job = [*STRUCK, "checkpoint_every=5", "extras=[ledger]", "checkpoint_keep=2", "max_epochs=2", "devices=2"]
     job += ["data.sampling=balanced"]
     folder = run_train(*job).folder
     config = check(composed(*job))

@@ -5,18 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RANDOM, Program, forked, summary_of
-from own_runs import PIPELINE, go_on, jobs, same_bits, train
+from own_runs import go_on, jobs, must_refuse, same_bits, train
 from small_models import mnist_cnn
 from torch import nn
 
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.step.stages import balanced, chosen, parts_of
+from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.step.parts import parts_of
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.
 TASK = (*RANDOM, "data.samples=86", "model.dropout=0.3", "batch_size=32", "pieces=8")
 ONE = ("strategy=ddp", "devices=1")
+PIPELINE = ("strategy=pipeline", "devices=2")
 
 
 def found(outputs: Path, *overrides: str) -> list[tuple[str, float, int]]:
@@ -165,3 +167,20 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
             assert torch.equal(sums[0][at], sums[1 + n][at])
             assert sums[1 + (n + 1) % 3][at] is like[at]
     assert [len(total.own) for total in (whole, *stages)] == [3, 1, 1, 1]
+
+
+def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
+    says = {
+        "Views": "training_step calls forward() more than once",
+        "Past": "training_step must call self(x), which passes all stages",
+        "Penalty": "training_step uses net.1.bias outside of forward(), and another device holds it",
+        "Spare": "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only",
+        "Disorder": "the parts of Disorder one after the other don't give what its forward() does",
+    }
+    must_refuse(project, tmp_path, PIPELINE, says)
+
+
+def test_an_average_of_weights_needs_the_whole_network(run_train: Program) -> None:
+    run = run_train(*TASK, *PIPELINE, "callbacks=[default,ema]", ok=False)
+    assert run.returncode == 2
+    assert "needs the whole network on each device" in run.stderr

@@ -1,0 +1,21 @@
+"""What a user reads whose config is refused."""
+
+import pytest
+from conftest import composed
+
+from lockstep.config.check import Config, check
+from lockstep.run.cli import BAD_INPUT, line
+
+
+def checked(*overrides: str) -> Config:
+    return check(composed(*overrides))
+
+
+def refused(*overrides: str) -> str:
+    """The line that a user would read; an AssertionError if there is none, or more than one."""
+    with pytest.raises(BAD_INPUT) as caught:
+        checked(*overrides)
+    said = line(caught.value)
+    assert said
+    assert "\n" not in said
+    return said
