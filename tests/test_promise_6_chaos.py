@@ -42,24 +42,6 @@ def test_a_run_that_goes_on_otherwise_is_told_apart() -> None:
     assert "PROBLEM weights_sha256" in done.stdout
 
 
-def test_bits_that_flip_in_silence_are_seen() -> None:
-    """A device that computes or sends wrong from some step on, by the audit and by sums; a checkpoint, by verify.py."""
-    done = forked(CHAOS, "--silent", "--faults=3", "--seed=16")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 faults" in done.stdout
-    assert "computed a wrong gradient" in done.stdout
-    assert "sends or gets comes wrong again" in done.stdout
-    assert "is not what its ledger says" in done.stdout
-
-
-def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:
-    """The control: a wrong gradient without an audit, in a run that nobody verifies."""
-    done = forked(CHAOS, "--silent", "--faults=1", "--control", "--seed=13", "extras.audit.share=1e-9")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "PROBLEM" in done.stdout
-    assert "not seen" in done.stdout
-
-
 @pytest.fixture
 def machines() -> None:
     try:

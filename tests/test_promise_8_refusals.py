@@ -177,7 +177,10 @@ def test_what_fits_is_taken(overrides: str) -> None:
             "devices=2 strategy.sync_batchnorm=true exact=true",
             "sync_batchnorm=true and exact=true .*depend on each other",
         ),
-        ("devices=2 strategy.sync_batchnorm=true strategy.shares=[1,2]", "and strategy.shares .*as many pieces"),
+        (
+            "devices=2 pieces=4 strategy.sync_batchnorm=true strategy.shares=[1,2]",
+            "and strategy.shares .*as many pieces",
+        ),
         (
             "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",
             "and pieces=3 .*the 2 devices must divide them",

@@ -27,7 +27,7 @@ class Strategy:
     staged = False
 
     def __init__(self, shares: tuple[float, ...] | None = None) -> None:
-        self.shares = tuple(shares or ())
+        self.shares = tuple(map(float, shares or ()))
         if any(share <= 0 for share in self.shares):
             raise ValueError(f"shares={list(self.shares)}: must be above 0")
 
