@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from common.keys import differing
+
 SECONDS = 5.0  # between two looks for new runs
 HARMLESS = "TensorFlow installation not found"  # TensorBoard's first line: what is shown here needs none
 COMPARED = ("val/acc", "test/acc", "val/loss", "test/loss", "workers/samples_per_second")  # on the HParams page
@@ -125,13 +127,8 @@ def session(folder: Path) -> dict[str, Any]:
 
 
 def columns(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """The keys in which runs differ; where they differ in none, the few that matter most. Where another file of a group
-    was chosen (`optimizer.name`), that says it, and not the keys that only one of the files has."""
-    keys = sorted({key for run in runs for key in run})
-    differing = [key for key in keys if any(run.get(key) != runs[0].get(key) for run in runs)]
-    chosen = {key.partition(".")[0] for key in differing if key.endswith(".name")}
-    differing = [key for key in differing if key.partition(".")[0] not in chosen or all(key in run for run in runs)]
-    return differing or [key for key in FEW if key in keys]
+    """The keys in which runs differ; where they differ in none, the few that matter most."""
+    return sorted(differing(runs)) or [key for key in FEW if any(key in run for run in runs)]
 
 
 def write_columns(runs: Sequence[dict[str, Any]], folder: Path) -> None:

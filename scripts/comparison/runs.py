@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+from common.keys import differing
 from comparison.pair import ABSENT, NO_RUN, flat, read, show
 from numpy.typing import NDArray
 
@@ -208,13 +209,10 @@ def _counts(key: str, config: Mapping[str, Any]) -> bool:
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys in which configs differ, the layout's left out. Where another file of a group was chosen (`optimizer.name`),
-    that says it, and not the keys that only one of the files has."""
-    keys = [*dict.fromkeys(key for config in configs for key in config if _counts(key, config))]
-    differ = [key for key in keys if len({show(config.get(key, ABSENT)) for config in configs}) > 1]
-    chosen = {key.rpartition(".")[0] for key in differ if key.endswith(".name")}
-    shared = [key for key in differ if key.partition(".")[0] not in chosen or all(key in config for config in configs)]
-    return [key for key in shared if not LAYOUT.match(key) and not key.endswith("_target_")]
+    """Keys in which configs differ as they are shown, the layout's left out."""
+    keys = differing([{key: show(value) for key, value in config.items()} for config in configs])
+    counting = [key for key in keys if any(_counts(key, config) for config in configs if key in config)]
+    return [key for key in counting if not LAYOUT.match(key) and not key.endswith("_target_")]
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:

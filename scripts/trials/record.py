@@ -18,8 +18,7 @@ from lockstep.callbacks import EMA
 
 PROBES = 10_000  # weights that are looked at after every step; all are compared at the end
 UNIT_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}  # of what weights are kept in
-FAULTS = ("permuted", "summed", "windowed")  # controls, which a comparison must see
-BY_RANK = ("decayed", "weighted", "seeded")  # likewise: a rank is asked for what belongs to the step
+BY_RANK = ("decayed", "weighted", "seeded")  # controls in which a rank is asked for what belongs to the step
 KILLED = "killed"
 YARDSTICKS = ("rounding 1", "rounding 2", "rounding 3")  # which ReLU flips first is chance: the largest of three
 FILE = "record.npz"
