@@ -104,6 +104,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     for group in ("model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
+    for key, target in named("debug.trainer", keys.debug.trainer):
+        check_target(key, target)
     kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
     options = {field.name: getattr(keys.strategy, field.name) for field in fields(StrategyOptions)}
     if keys.precision == "auto":

@@ -179,6 +179,9 @@ def make_trainer(
         make_strategy(layout, asdict(config.strategy)), layout.replicas, config.late, own, audit
     )
     alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
+    debug = dict(config.debug.trainer)
+    if isinstance(debug.get("profiler"), dict):
+        debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")
     gpu, staged = layout.accelerator == "gpu", layout.world_size > layout.replicas
     make = partial(
         StepTrainer,
@@ -205,6 +208,6 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **({"deterministic": layout.exact and gpu} | config.debug.trainer),  # False, since it outlives a run in place
+        **({"deterministic": layout.exact and gpu} | debug),  # False, since it outlives a run in place
     )
     return call("debug.trainer", make)  # the only arguments that are as the user has given them
