@@ -11,6 +11,8 @@ from typing import Any
 
 from bench.players import program
 
+STEP = "[pl][profile]run_training_batch"  # Lightning's name for an optimizer step
+
 
 def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
     """Runs train.py under torch's profiler: how often each event happens in an optimizer step, by its name.
@@ -19,8 +21,9 @@ def traced(overrides: Sequence[str], folder: Path) -> dict[str, float]:
         RuntimeError: the run failed.
     """
     with tempfile.TemporaryDirectory(dir=folder) as outputs:
-        program("src/train.py", "debug=profile", *overrides, f"outputs={outputs}")
-        (path,) = Path(outputs).rglob("trace.json")
+        recorded = ("max_steps=40", "debug.trainer.profiler.schedule.active=32")  # pieces: some whole steps
+        program("src/train.py", "debug=profile", *recorded, *overrides, f"outputs={outputs}")
+        path = min(Path(outputs).rglob("*.pt.trace.json"))  # rank zero's
         return per_step(json.loads(path.read_text())["traceEvents"])
 
 
@@ -28,10 +31,10 @@ def per_step(events: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Events that begin in a step, on the host or on the GPU: of all steps the one in the middle, since some talk more
     (about once a second ranks ask each other for signals)."""
     events = [event for event in events if "dur" in event]
-    steps = [e for e in events if e["name"].startswith("ProfilerStep") and "gpu" not in str(e.get("cat"))]
-    starts, end = sorted(step["ts"] for step in steps), max(step["ts"] + step["dur"] for step in steps)
+    steps = [e for e in events if e["name"] == STEP and "gpu" not in str(e.get("cat"))]
+    *starts, end = sorted(step["ts"] for step in steps)  # the last one is cut short, maybe
     counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(starts))
     for event in events:
-        if starts[0] <= event["ts"] <= end:
+        if starts[0] <= event["ts"] < end:
             counts[event["name"]][bisect_right(starts, event["ts"]) - 1] += 1
     return {name: median(found) for name, found in counts.items()}

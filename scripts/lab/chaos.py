@@ -44,11 +44,12 @@ JOB = [
 ]
 EXACT = ["exact=true", "pieces=4"]
 SINGLE = ["strategy=auto", "devices=1"]
+STRATEGIES = [name for name in options("strategy") if name != "auto"]
 LAYOUTS = {
     "single": SINGLE,
     "dp": ["strategy=dp", "devices=2"],
     "ddp": ["strategy=ddp", "devices=2"],
-    **{name: [f"strategy={name}", "devices=2"] for name in options("strategy") if name not in ("auto", "ddp", "dp")},
+    **{name: [f"strategy={name}", "devices=2"] for name in STRATEGIES if name not in ("ddp", "dp")},
     "ddp_accumulate": ["strategy=ddp", "devices=2", "accumulate_grad_batches=2"],
 }
 EXACT_LAYOUTS = [SINGLE] + [

@@ -51,9 +51,10 @@ def test_overfit_learns_one_batch_by_heart(run_train: Program) -> None:
 
 def test_profile_leaves_a_trace_and_a_table(run_train: Program) -> None:
     run = run_train("debug=profile", *LAYOUT, *SMALL)
-    events = json.loads((run.folder / "profile" / "trace.json").read_text())["traceEvents"]
-    names = [event.get("name", "") for event in events]
-    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 8
-    for place in (run.folder / "profile" / "summary.txt", run.folder / "train.log"):
-        (line,) = [line for line in place.read_text().splitlines() if "aten::convolution_backward " in line]
-        assert int(line.split()[-1]) == 8 * 2 * 2  # steps, micro-batches, layers
+    for rank in "01":
+        (trace,) = (run.folder / "profile").glob(f"fit-operations-{rank}-*.pt.trace.json")
+        names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+        assert len({name for name in names if name.startswith("ProfilerStep#")}) == 8
+        assert names.count("aten::convolution_backward") == 8 * 2  # pieces, layers
+        assert "ProfilerStep*" in (run.folder / "profile" / f"fit-operations-{rank}.txt").read_text()
+    assert "profiler_start" not in run.stderr, run.stderr  # of its library

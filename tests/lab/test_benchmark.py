@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bench.players import OPPONENTS, play
 from conftest import forked
-from traces import per_step, traced
+from traces import STEP, per_step, traced
 
 PLAYER = """
 import sys, time
@@ -59,8 +59,8 @@ def test_events_of_a_step_are_those_of_the_step_in_the_middle() -> None:
     def event(name: str, start: float, cat: str = "cpu_op") -> dict[str, Any]:
         return {"name": name, "ts": start, "dur": 10.0, "cat": cat}
 
-    steps = [event(f"ProfilerStep#{number}", 10.0 * number) for number in (1, 2, 3)]
-    others = [event("ProfilerStep#1", 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
+    steps = [event(STEP, 10.0 * number) for number in (1, 2, 3, 4)]
+    others = [event(STEP, 50.0, "gpu_user_annotation"), {"name": "gloo:all_reduce", "ts": 12}]
     reduced = [event("gloo:all_reduce", at) for at in (5, 15, 16, 25, 26, 31, 32, 33, 45)]
     found = per_step([*steps, *others, *reduced, event("once", 15)])
     assert (found["gloo:all_reduce"], found["once"]) == (2, 0)

@@ -89,6 +89,8 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
         for key, target in named(group, getattr(keys, group)):
             check_target(key, target)
+    for key, target in named("debug.trainer", keys.debug.trainer):
+        check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")

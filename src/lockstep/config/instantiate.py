@@ -87,15 +87,22 @@ def parameters(target: Any) -> set[str]:
 
 def _parameters(target: Any) -> Iterator[inspect.Parameter]:
     makers = _makers(target)
+    seen: set[str] = set()
+    before: list[inspect.Parameter] = []  # the `**kwargs` of the class below
     for maker in makers:
         found = inspect.signature(maker).parameters.values()
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        yield from (parameter for parameter in found if parameter.kind in named and parameter.name != "self")
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {each.name: each for each in found if each.kind in kinds and each.name not in seen | {"self"}}
+        yield from named.values()
         rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
         if len(makers) < 2:  # it takes the rest itself
             yield from rest
         if not rest:
+            if not named:  # the base takes nothing more, so the class below keeps its `**kwargs`
+                yield from before
             return
+        seen |= set(named)
+        before = rest
 
 
 def _makers(target: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from lockstep.launch.process_group import leave_group
 
 def import_quickly() -> None:
     """Switches the collector off, until `imported`. For a process that is the command's own."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, of GPUs that are not there
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn of each peer whose name is unknown here
     gc.disable()
 

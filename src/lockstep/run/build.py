@@ -189,6 +189,9 @@ def make_trainer(
         callbacks = [*extra.callbacks(parts), *callbacks]
         observers += extra.checkpoint_observers(parts)
     alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
+    debug = dict(config.debug.trainer)
+    if isinstance(debug.get("profiler"), dict):
+        debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")
     make = partial(
         StepTrainer,
         gradients,
@@ -213,8 +216,7 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **(
-            {"deterministic": layout.exact and layout.accelerator == "gpu"} | config.debug.trainer
-        ),  # False, since it outlives a run in place
+        # False, since it outlives a run in place
+        **({"deterministic": layout.exact and layout.accelerator == "gpu"} | debug),
     )
     return call("debug.trainer", make)  # the only arguments that are as the user has given them

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping, WeightAveraging
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.exact_sum import Damaged
@@ -112,6 +113,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
+            tests.profiler = PassThroughProfiler()  # Lightning's fail where a schedule leaves nothing to report
             tests.callbacks = [each for each in tests.callbacks if not isinstance(each, WeightAveraging)]
             trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
             run.tested()
