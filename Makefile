@@ -47,6 +47,7 @@ lint: setup ## ruff (rules and format), mypy, and the order of the rooms
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python tests/extras_of_the_core.py
 
 lock: setup ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \

@@ -193,7 +193,7 @@ class Meter(Callback):
         self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        told = rows[:1] if trainer.strategy.staged else rows  # all stages of a pipeline return the same
+        told = rows[:1] if trainer.strategy.staged else rows  # all stages return the same
         total = told[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
         for kept in (self._since, self._epoch):
             for name, new in zip(self._names, total, strict=True):

@@ -1,7 +1,7 @@
 """The seam for extras: what a feature outside of the core may take part in.
 
 An extra is named by `_target_` in conf/extras/, and built once for a run, from its options, while the config is checked
-(so its module must import quickly: torch and Lightning belong into its methods). `extras=[audit,ledger]` chooses.
+(so its module must import quickly: torch and Lightning belong into its methods). `extras=[<name>,<name>]` chooses.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class Extra:
 
     @property
     def setting(self) -> str:
-        """The extra's most important option as it is typed, for messages: `extras.audit.share=0.1`."""
+        """The extra's most important option as it is typed, for messages: `extras.<name>.<option>=<value>`."""
         return f"extras=[{type(self).__name__.lower()}]"
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:

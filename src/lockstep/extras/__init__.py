@@ -1,0 +1,1 @@
+"""Features beside the core. Each is a folder that nothing outside names: docs/extras.md."""

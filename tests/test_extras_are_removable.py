@@ -1,0 +1,74 @@
+"""Whoever deletes an extra's files has a project without it, in which all else still works."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+from extras_of_the_core import extras, files_of, named_in_the_core
+
+pytestmark = pytest.mark.slow
+EXTRAS = extras()
+PROGRAMS = Path(sys.executable).parent
+
+
+def copied(folder: Path) -> Path:
+    """Return a copy of this checkout."""
+    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "outputs", "data", ".*_cache", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=left_out, symlinks=True)
+    return folder
+
+
+def remove(names: list[str], root: Path) -> None:
+    for path in [path for name in names for path in files_of(name, root)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def run(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(root / "src")}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=900)
+
+
+def broken(root: Path) -> str:
+    """Return the output of the first check that fails in a checkout; nothing where all pass."""
+    python, train = sys.executable, "src/train.py"
+    for command in (
+        (str(PROGRAMS / "ruff"), "check", "--no-cache"),
+        (str(PROGRAMS / "lint-imports"), "--no-cache"),
+        (python, "tests/extras_of_the_core.py"),
+        (python, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache")),
+        (python, train, "--help"),
+        (python, train, *TINY, "max_steps=2", "exact=true", "strategy=ddp", "devices=2"),
+        (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *promises(root)),
+    ):
+        done = run(root, *command)
+        if done.returncode:
+            return f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return ""
+
+
+def promises(root: Path) -> list[str]:
+    return [str(path.relative_to(root)) for path in sorted(root.glob("tests/test_promise_*.py"))]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in EXTRAS), EXTRAS], ids="+".join)
+def test_all_else_works_without(names: list[str], tmp_path: Path) -> None:
+    root = copied(tmp_path / "project")
+    remove(names, root)
+    assert not set(names) & set(extras(root))
+    assert not broken(root)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_an_import_in_the_core_is_noticed(name: str, tmp_path: Path) -> None:
+    """The control."""
+    root = copied(tmp_path / "project")
+    with open(root / "src" / "lockstep" / "step" / "passes.py", "a") as file:
+        file.write(f"\nimport lockstep.extras.{name}  # noqa: E402, F401\n")
+    assert [line for line in named_in_the_core(root) if f"import lockstep.extras.{name}" in line]
+    assert run(root, str(PROGRAMS / "lint-imports"), "--no-cache").returncode
+    remove([name], root)
+    assert run(root, sys.executable, "src/train.py", *TINY, "max_steps=1").returncode
