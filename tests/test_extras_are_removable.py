@@ -17,8 +17,12 @@ PROGRAMS = Path(sys.executable).parent
 
 def copied(folder: Path) -> Path:
     """Return a copy of this checkout."""
-    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "outputs", "data", ".*_cache", ".hypothesis")
-    shutil.copytree(ROOT, folder, ignore=left_out, symlinks=True)
+    folder.mkdir()
+    for part in (".gitignore", "pyproject.toml", "README.md", "src", "conf", "tests", "scripts", "docs"):
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / part, folder / part)
     return folder
 
 

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from network.machines import HOSTS, Machines
-
 from engines.sites import SECONDS, Site, environment
+from network.machines import HOSTS, Machines
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter")
 CONF = """ClusterName=lockstep

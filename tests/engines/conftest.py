@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from conftest import Program, Run
-from network.machines import Machines, NoMachines
-
 from engines.cluster import Cluster, NoCluster
 from engines.sites import JOB, Site
+from network.machines import Machines, NoMachines
 
 
 @pytest.fixture(scope="session")

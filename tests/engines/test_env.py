@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 from conftest import Run, free_port
-
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
 pytestmark = pytest.mark.slow

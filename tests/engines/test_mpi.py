@@ -6,7 +6,6 @@ import signal
 
 import pytest
 from conftest import Run
-
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
 pytestmark = [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from conftest import MARK, ROOT, Run, wait_for
-
 from engines.sites import JOB, SLOW, Site, ended_well, everything
 
 # Ray and what it needs have a folder of their own, so that all other tests run without them: see install.sh.

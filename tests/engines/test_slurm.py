@@ -4,7 +4,6 @@ import signal
 
 import pytest
 from conftest import Run
-
 from engines.cluster import Cluster
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, refused_once
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Run, of_process
-from network.machines import Machines
-
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
+from network.machines import Machines
 
 pytestmark = pytest.mark.slow
 RESTARTED = ("torchrun", "--nproc-per-node=2", "--max-restarts=1", "src/train.py", "strategy=ddp")
