@@ -28,6 +28,7 @@ def _two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 0)
     monkeypatch.setattr(config, "cpu_cap", lambda: 8)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("sys.argv", ["src/train.py"])
     GlobalHydra.instance().clear()
 
 
