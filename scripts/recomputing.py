@@ -25,7 +25,7 @@ from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, deciding, p
 from lockstep.launch.agent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.training import train
-from lockstep.step.loop import validates
+from lockstep.step.lightning_quirks import validates
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
 

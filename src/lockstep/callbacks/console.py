@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lockstep.callbacks.meter import Meter, find
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
-from lockstep.step.loop import is_last_step
+from lockstep.step.lightning_quirks import is_last_step
 from lockstep.text import duration
 
 LOG = logging.getLogger("lockstep")

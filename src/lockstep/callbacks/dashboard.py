@@ -14,7 +14,7 @@ from lockstep.callbacks.first_page import PICTURE, boards, draw
 from lockstep.callbacks.meter import find
 from lockstep.errors import UserError
 from lockstep.launch.signals import Interrupted
-from lockstep.step.loop import is_last_step
+from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.passes import overrides
 from lockstep.step.untimed import untimed
 

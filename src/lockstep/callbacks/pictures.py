@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from lockstep.callbacks.first_page import HEIGHT, boards, figure
 from lockstep.data import Spec
 from lockstep.launch.process_group import of_ranks
-from lockstep.step.loop import is_last_step
+from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.untimed import untimed
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
-from lockstep.step.loop import validates
+from lockstep.step.lightning_quirks import validates
 
 LOG = logging.getLogger("lockstep")
 SECONDS = 1.0  # between two agreements

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
-from lockstep.step.loop import forget_logged
+from lockstep.step.lightning_quirks import forget_logged
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 

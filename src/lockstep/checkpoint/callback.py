@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
-from lockstep.step.loop import validates
+from lockstep.step.lightning_quirks import validates
 from lockstep.step.untimed import untimed
 
 log = logging.getLogger("lockstep")

@@ -8,30 +8,13 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
 from lockstep.strategies.base import PieceStrategy
+from lockstep.strategies.torch_quirks import SettledDDP
 from lockstep.text import join_names
-
-
-class SettledDDP(nn.parallel.DistributedDataParallel):
-    """Its buckets are from the first step on what they stay. torch makes a start's first backward pass with one bucket,
-    and new ones from what it has seen; a ring adds an element's parts in the order that its place in a bucket gives, so
-    on three or more ranks a run that goes on would make its first step with other bits.
-
-    Private, since nothing public settles them: here they follow from the parameters, last to first, as gradients come.
-    """
-
-    def __init__(self, module: Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
-
-    def _build_params_for_reducer(self) -> Any:
-        parameters, sparse = super()._build_params_for_reducer()
-        return parameters[::-1], sparse[::-1]
 
 
 class DistributedDataParallel(PieceStrategy, DDPStrategy):

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.gradients import GradientSum, StartedSum, WrappedGradientSum
 from lockstep.step.hooks import StepHook
-from lockstep.step.loop import is_last_step
+from lockstep.step.lightning_quirks import is_last_step
 from lockstep.step.passes import Step
 from lockstep.text import plural
 
