@@ -93,6 +93,15 @@ def test_a_job_finds_the_folder_of_each_of_its_commands(tmp_path: Path, monkeypa
     assert found("77", 0, "seed=0") is None, "given twice in one life, by hand say: a run of its own"
 
 
+def test_a_job_of_an_array_queues_itself_alone(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
+    for name, value in {**environment(cluster), **array}.items():
+        monkeypatch.setenv(name, value)
+    told.environment.cache_clear()
+    assert slurm.requeue() == "SLURM job 77_3 is queued again"
+    assert (cluster / "asked").read_text() == "requeue 77_3\n"
+
+
 @pytest.mark.parametrize("joined", [False, True])  # whether its group has been made, so that it looks like torchrun's
 def test_a_task_may_have_a_gpu_and_cores_of_its_own(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)

@@ -59,7 +59,7 @@ class Environment:
     restarts: int  # times that this worker's group was started again
     started: float  # `time.time()` when the command, or a sweep's job, began
     scratch: str  # the folder of what the run's processes keep for a moment, where a parent has made one
-    slurm_job: str | None  # the batch job that this process is part of
+    slurm_job: str | None  # the batch job that this process is part of; 77_3 is job 3 of array 77
     slurm_task: int  # its number in there
     slurm_restarts: int  # times that SLURM has started the job again
     slurm_nodes: str  # the hosts of this step, as SLURM writes them
@@ -111,13 +111,20 @@ def read(variables: Mapping[str, str]) -> Environment:
         restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
         started=float(variables.get(STARTED, time.time())),
         scratch=variables.get(SCRATCH, ""),
-        slurm_job=variables.get("SLURM_JOB_ID"),
+        slurm_job=_slurm_job(variables),
         slurm_task=int(variables.get("SLURM_PROCID", "0")),
         slurm_restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
         slurm_nodes=variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")),
         own_cores=task and "SLURM_CPUS_PER_TASK" in variables,
         own_gpu=task and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
+
+
+def _slurm_job(variables: Mapping[str, str]) -> str | None:
+    """The batch job, by a name that is its own: an array's last job has the number of the whole array."""
+    if "SLURM_ARRAY_TASK_ID" in variables:
+        return f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+    return variables.get("SLURM_JOB_ID")
 
 
 def _dialect(variables: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:

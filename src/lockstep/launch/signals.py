@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from lockstep.launch.environment import environment
 
@@ -33,6 +34,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal 
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *USER)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
+_of_program: dict[int, Any] = {}  # the handlers that a program around the run had, when the run put its own there
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
@@ -53,6 +55,7 @@ def handling(handler: Callable[[int, FrameType | None], None], *signals: int) ->
         yield
         return
     before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
+    _of_program.update(before)
     try:
         yield
     finally:
@@ -70,9 +73,8 @@ def ending_signals() -> tuple[int, ...]:
 
 
 def call_earlier_handler(signum: int) -> None:
-    """Call the handler that the program around a run has for the signal which ended it, once the run has saved and its
-    own handlers are gone."""
-    handler = signal.getsignal(signum)
+    """Call the handler that the program around a run has for the signal which ended it, once the run has saved."""
+    handler = _of_program.get(signum)
     own = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
     if callable(handler) and not own:
         handler(signum, None)

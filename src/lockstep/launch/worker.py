@@ -49,6 +49,7 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     faulthandler.enable(2)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # they may reach all processes at once; the parent
         signal.signal(signum, signal.SIG_IGN)  # passes them on
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # a program around the run may log it
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
     let_in()

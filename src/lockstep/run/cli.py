@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -76,6 +77,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
     OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's
+    slurm_job = environment().slurm_job  # other than a job's, where Hydra's launcher is submitit's
     raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
 
     def saved(folder: Path) -> bool:
@@ -86,6 +88,8 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
         sweeping = HydraConfig.get().mode == RunMode.MULTIRUN
         if sweeping and not external_workers() and summary_of(folder).get("status") == "completed":
             return  # by an earlier start of the sweep
+        if sweeping:
+            export(**{STARTED: str(time.time())})
         keeps = environment().rank in ranks_with_folder(folder)
         try:
             with lock.locked(folder, keeps), resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
@@ -99,6 +103,10 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
         except Interrupted as interrupted:
             if saved(folder) and not sweeping and environment().rank == 0:
                 interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
+            if environment().slurm_job != slurm_job:  # as `run` would, which is not around this job
+                if requeued := slurm.requeue():
+                    print(requeued, file=sys.stderr, flush=True)
+                sys.exit(interrupted.code)
             raise
         except Exception as error:
             if not sweeping:

@@ -26,7 +26,7 @@ from lockstep.config.checks import checker
 from lockstep.config.schema import Sweep
 from lockstep.errors import UserError
 from lockstep.launch.agent import start_method
-from lockstep.launch.environment import STARTED, environment, export, external_workers
+from lockstep.launch.environment import environment, export, external_workers
 from lockstep.launch.interpreter import imported
 from lockstep.launch.machine import gpu_count
 from lockstep.launch.process_group import of_rank_zero
@@ -232,7 +232,6 @@ def run_jobs(
     if in_place():
         for job in jobs:
             job.started = time.monotonic()
-            export(**{STARTED: str(time.time())})
             start(job)
             ended(job, of_rank_zero(summary_of(job.folder)))
         return
@@ -280,7 +279,6 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         os.sched_setaffinity(0, place.cores)
     if place.gpus:
         export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
-    export(**{STARTED: str(time.time())})
     try:
         if together:  # their lines would be mixed on the console
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,57 @@
+"""Sweeps on submitit: jobs of a real SLURM cluster of two nodes, which are preempted and queued again."""
+
+import time
+from functools import partial
+
+import pytest
+from conftest import Run, summary_of, wait_for
+
+from engines.cluster import Cluster
+from engines.sites import JOB, SECONDS, SLOW, Site, everything
+
+pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
+pytestmark = pytest.mark.slow
+
+
+def restarted(cluster: Cluster, job: str) -> bool:
+    return cluster.state(job).get("Restarts") == "1"
+
+
+@pytest.mark.parametrize(("tasks", "seeds"), [(1, "0,0"), (2, "0")])
+def test_jobs_are_preempted_and_continue(cluster: Cluster, site: Site, one_device: Run, tasks: int, seeds: str) -> None:
+    """Two jobs, which are the same, on a node each, and one job of two tasks. The first gets SIGUSR2, as submitit has
+    SLURM send it before the job's time is up; the second makes room for a job of a higher partition, which is SIGCONT,
+    SIGTERM and a while later SIGKILL. One task starts two workers; two tasks are two workers."""
+    site.placed = lambda command: cluster.command(*command)
+    layout = ["strategy=ddp", *(["devices=2"] if tasks == 1 else [])]
+    launcher = ["hydra/launcher=submitit_slurm", f"hydra.launcher.cpus_per_task={2 // tasks}"]
+    overrides = [*JOB, SLOW, *layout, *launcher, f"hydra.launcher.tasks_per_node={tasks}"]
+    command = ["python", "src/train.py", "-m", *overrides, f"seed={seeds}", "name=sweep"]
+    sweep = site.start(*command, env=cluster.variables)
+    count = len(seeds.split(","))
+    wait_for(lambda: len(list(site.outputs.rglob("last.ckpt"))) == count, sweep, SECONDS)
+    folders = sorted(file.parents[1] for file in site.outputs.rglob("last.ckpt"))
+    logs = sorted(folders[0].parent.glob(".submitit/*/*_0_log.err"))
+    jobs = [log.parent.name for log in logs]
+    cluster.jobs.update(zip(jobs, logs, strict=True))
+
+    cluster.ask("scancel", "--signal=USR2", jobs[0])
+    for job in jobs[1:]:
+        node = f"--nodelist={cluster.state(job)['NodeList']}"
+        cluster.submit(site, "--partition=high", node, "--exclusive", "--wrap=true", output="high")
+    for job in jobs:
+        cluster.wait_until(job, partial(restarted, cluster, job))
+    requeued = time.time()
+    site.hurry()
+    run = site.finish(sweep)
+
+    assert run.returncode == 0, everything(run) + "".join(map(cluster.output, jobs))
+    for folder, log in zip(folders, logs, strict=True):
+        output, summary = log.read_text(), summary_of(folder)
+        assert output.count("asked to end: saved last.ckpt after step") == 1, output
+        assert output.count("resumes after step") == 1, output
+        assert "Traceback" not in output, output
+        assert summary["weights_sha256"] == one_device.summary["weights_sha256"], summary
+        assert summary["layout"]["devices"] == 2
+        since = (folder / "summary.json").stat().st_mtime - requeued
+        assert summary["throughput"]["seconds_to_first_step"] < since, "the time in the queue counts"
