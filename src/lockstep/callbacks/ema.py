@@ -15,12 +15,14 @@ class EMA(EMAWeightAveraging):
     """Lightning's exponential moving average: `average = decay x average + (1 - decay) x weights`, after the weights of
     the first step. Validation, checkpoints (`state_dict`), the test and `weights_sha256` are the average's.
 
-    What this class adds: the average lies on the module's device, frozen weights keep their bits, whole numbers are
-    copied, and a run that is interrupted, or has nothing left to train, ends with the average as well.
+    What this class adds: a warm-up of the decay, `min(decay, (1 + updates) / (10 + updates))`, as in TensorFlow's
+    ExponentialMovingAverage, so that a short run's average does not stay at its first weights. The average lies on the
+    module's device, frozen weights keep their bits, whole numbers are copied, and a run that is interrupted, or has
+    nothing left to train, ends with the average as well.
 
     Args:
-        decay: of an update, on every layout: torchvision's reference multiplies by devices. The average goes back about
-            `update_every_n_steps / (1 - decay)` optimizer steps.
+        decay: of an update after the warm-up, on every layout: torchvision's reference multiplies by devices. The
+            average goes back about `update_every_n_steps / (1 - decay)` optimizer steps.
         update_every_n_steps: optimizer steps between updates, the first step's is one; a skipped step counts.
     """
 
@@ -47,9 +49,15 @@ class EMA(EMAWeightAveraging):
         if isinstance(exception, Interrupted):  # what the run ends with is what its last checkpoint names
             self.on_train_end(trainer, pl_module)
 
+    def decay_at(self, updates: int) -> float:
+        """Return the decay of an update that follows so many others."""
+        return min(self.decay, (1 + updates) / (10 + updates))
+
     @torch.no_grad()
     def _update(self, averages: Any, values: Any, count: Tensor | int) -> None:
         if averages[0].is_floating_point():
-            torch._foreach_lerp_(averages, values, 1 - self.decay)  # of what is frozen, not a bit changes
+            assert self._average_model is not None
+            updates = int(self._average_model.n_averaged)  # `count` is the same number on the device
+            torch._foreach_lerp_(averages, values, 1 - self.decay_at(updates))  # of what is frozen, not a bit changes
         else:
             torch._foreach_copy_(averages, values)
