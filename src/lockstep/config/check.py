@@ -20,8 +20,7 @@ from lockstep.config.schema import Kept, Keys, StrategyOptions
 from lockstep.config.targets import check_target, named
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import computes_bf16, cores_of_each, cpu_cap, gpu_count
-from lockstep.step.compiled import GRAPHS, lacking
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
@@ -187,9 +186,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     compression = f"strategy.compression={keys.strategy.compression}" * (keys.strategy.compression != "none")
     average = f"strategy.average_every={keys.strategy.average_every}" * (keys.strategy.average_every is not None)
     late = f"late={keys.late}" * (keys.late > 0)
-    compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
-    graphs = compiled * (keys.compile in GRAPHS)
-    tuned = compiled * (keys.compile or "").startswith("max-autotune")
+    compiled = "compile=true" * keys.compile
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
@@ -220,18 +217,14 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (average or late, "nonfinite=skip" * (keys.nonfinite == "skip"), "other steps have built on it by then"),
         (average or late, precision * (keys.precision == "16-mixed"), "its loss scale is one for all; bf16-mixed"),
         (late, compression, "a late gradient is sent by itself, and not by DDP, which compresses"),
-        (late, graphs, "a CUDA graph overwrites the gradients of the step before; compile=true"),
         (compiled, no_ddp * (layout.strategy == "dp"), "dp gives a network other devices' weights; strategy=ddp"),
-        (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
-        (tuned, exact, "it chooses kernels by their speed; compile=true"),
         (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
         ("strategy.split" * (keys.strategy.split is not None), no_pipeline, "only a pipeline is cut into stages"),
         (audit, "exact=false" * (not exact), "no two devices would have the same bits; exact=true"),
         (audit, pipeline, "every piece passes all devices, none is another one; strategy=ddp"),
-        (audit, graphs, "a CUDA graph overwrites the gradients of the piece before; compile=true"),
         (pipeline, "devices=1" * (layout.num_devices == 1), "a stage needs a device of its own; devices=2"),
         (pipeline, "strategy.shares" * (keys.strategy.shares is not None), "every piece passes all stages"),
         (pipeline, compiled, "a stage's layers are called one by one; strategy=ddp"),
@@ -256,7 +249,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
-    if compiled and (reason := lacking(layout.accelerator)):
+    if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
 

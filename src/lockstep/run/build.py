@@ -25,11 +25,10 @@ from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
 from lockstep.step.audit import Audit
-from lockstep.step.compiled import GRAPHS
+from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.loop import StepTrainer
-from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
 from lockstep.strategies import make_strategy
 
@@ -188,7 +187,6 @@ def make_trainer(
         gradients,
         FiniteGradientCheck(config.nonfinite, 1 if own else layout.replicas, later=gpu, staged=staged),
         config.seed,
-        graphs=config.compile in GRAPHS,
         accelerator=layout.accelerator,
         devices=1 if alone or layout.world_size == 1 else layout.devices,
         num_nodes=layout.world_size if alone else layout.num_nodes,
