@@ -47,7 +47,6 @@ LAYOUTS = {
     "ddp, synchronised BatchNorm": "strategy=ddp strategy.sync_batchnorm=true model=resnet9",
     "dp": "strategy=dp",
     "compiled": "devices=1 compile=true",
-    "CUDA graphs": "devices=1 compile=reduce-overhead",
 }
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true")
 # One of two ranks of one GPU: NCCL refuses that, gloo takes tensors that lie there.

@@ -86,7 +86,7 @@ def test_the_first_page_shows_what_matters(board: Board) -> None:
             assert any(re.search(pattern, tag) for tag in board.tags["scalars"]), (title, pattern)
     assert all(any(re.search(p, f"train/loss{fork}") for p in charts["training loss"]) for fork in ("_step", "_epoch"))
     shown = [tag for tag in board.tags["scalars"] if any(re.search(p, tag) for ps in charts.values() for p in ps)]
-    assert {"worker_seconds/0", "worker_memory/1", "workers/data_wait", "val_class/2"} <= set(shown)
+    assert {"workers/peak_gib", "workers/data_wait", "val_class/2"} <= set(shown)
     assert "test/acc" not in shown  # the control: not everything matches
     # TensorBoard's Time Series page sorts groups of tags by name, and opens two: no picture may be among them
     groups = sorted({tag.partition("/")[0] for kind in ("scalars", "images") for tag in board.tags[kind]})
@@ -105,7 +105,11 @@ def test_the_run_as_text(board: Board) -> None:
     assert "6 steps per epoch, 12 in all (max_epochs=2) | 32-true\n" in about[0]
     assert about[0].endswith("lr 0.02\n```")
     told = OmegaConf.create(config[0].removeprefix("```yaml\n").removesuffix("```"))
-    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["meter"]["log_seconds"]) == (32, "ddp", 30)
+    assert (told["batch_size"], told["strategy"]["name"], told["callbacks"]["console"]["line_seconds"]) == (
+        32,
+        "ddp",
+        30,
+    )
 
 
 def test_a_row_of_hyper_parameters_with_the_final_metrics(ddp: Run, board: Board, tmp_path: Path) -> None:

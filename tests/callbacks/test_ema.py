@@ -4,34 +4,30 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import NORMS, Program, checkpoint_of, wait_for, workers_of
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
 
 from lockstep.callbacks import EMA
 from lockstep.run.summary import weights_sha256
 
 TASK = (*NORMS, "max_epochs=3")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
-LIGHTNINGS = (
-    "+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging",
-    "+callbacks.ema.decay=0.8",
-    "+callbacks.ema.update_every_n_steps=2",
-)
 
 
 def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_path: Path) -> None:
-    outputs = {name: tmp_path / name for name in ("ours", "lightnings", "plain")}
-    ours, lightnings = Program(outputs["ours"])(*TASK, *OURS), Program(outputs["lightnings"])(*TASK, *LIGHTNINGS)
-    plain = Program(outputs["plain"])(*TASK)
+    ours, plain = Program(tmp_path / "ours")(*TASK, *OURS), Program(tmp_path / "plain")(*TASK)
     test = {name: value for name, value in ours.summary["metrics"].items() if name.startswith("test/")}
     evaluated = Program(tmp_path / "evaluated", "src/evaluate.py")(f"checkpoint={ours.folder}", "threads=1")
     assert evaluated.summary["metrics"] == test
     loss = test["test/loss"]
-    assert lightnings.summary["metrics"]["test/loss"] == pytest.approx(loss, rel=1e-4)
-    assert abs(plain.summary["metrics"]["test/loss"] / loss - 1) > 1e-2, "the control"
+    assert abs(plain.summary["metrics"]["test/loss"] / loss - 1) > 1e-3, "the control"
 
     last = checkpoint_of(ours.folder)
     average, weights = last["state_dict"], last["current_model_state"]
@@ -56,17 +52,36 @@ def test_an_interrupted_run_names_the_average_that_it_has_saved(run_train: Progr
     assert run.summary["weights_sha256"] != weights_sha256(checkpoint_of(run.folder)["current_model_state"])
 
 
-def test_what_does_not_change_is_averaged_to_the_same_bits_and_whole_numbers_are_copied() -> None:
-    update = EMA(decay=0.9)._update
-    frozen, counter = torch.rand(1000), torch.arange(1000)
-    averages = frozen.clone()
-    for _ in range(20):
-        update([averages], [frozen], 1)
-        update([counter], [torch.arange(1000) + 7], 1)
-    assert torch.equal(averages, frozen)
-    assert torch.equal(counter, torch.arange(1000) + 7)
-    update([averages], [frozen + 1], 1)
-    torch.testing.assert_close(averages, frozen + 0.1)
+def test_the_average_is_lightnings_with_a_decay_that_warms_up() -> None:
+    """With a decay below the first one of the warm-up, 2/11, it is Lightning's average."""
+    torch.manual_seed(0)
+    module = pl.LightningModule()
+    module.frozen, module.trained = nn.Parameter(torch.rand(1000)), nn.Parameter(torch.rand(1000))
+    counter = torch.arange(1000)
+    module.register_buffer("counter", counter)
+    frozen, trainer = module.frozen.detach().clone(), SimpleNamespace(strategy=SimpleNamespace(root_device="cpu"))
+    callbacks: list[Any] = [EMA(decay=0.9), EMA(decay=0.1), EMAWeightAveraging(decay=0.1)]
+    for callback in callbacks:
+        callback.setup(trainer, module, "fit")
+    expected = module.trained.detach().clone()
+    for step in range(100):
+        module.trained.data, module.counter = torch.rand(1000), counter + step
+        weight = 1 - min(0.9, (1 + step) / (10 + step)) if step else 1.0  # the first one copies
+        expected = expected.lerp(module.trained.detach(), weight)
+        for callback in callbacks:
+            trainer.global_step = step + 1
+            callback.on_train_batch_end(trainer, module, None, None, step)
+    ours, small, lightnings = (callback._average_model.module for callback in callbacks)
+    assert torch.equal(ours.trained, expected)
+    torch.testing.assert_close(small.trained, lightnings.trained)
+    assert not torch.allclose(ours.trained, small.trained), "the control"
+    assert torch.equal(ours.frozen, frozen)
+    assert torch.equal(ours.counter, counter + 99)
+
+
+def test_a_short_run_does_not_end_with_its_first_weights(tmp_path: Path) -> None:
+    run = Program(tmp_path)("data=digits", "callbacks=[early_stopping,ema]", "max_steps=21", "threads=1", "logger=none")
+    assert run.summary["metrics"]["test/acc"] > 0.3
 
 
 @pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"update_every_n_steps": 0}])

@@ -1,4 +1,4 @@
-"""Sets in memory that are put on the GPU: the same batches, bit for bit; what does not fit stays where it is.
+"""Sets in memory that are put on the GPU: the same batches, bit for bit; what does not fit is refused.
 
 No GPU is needed: the device is the CPU here, the free memory a number.
 """
@@ -15,7 +15,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, DataModule, Splits
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import base
-from lockstep.data.on_device import PART, Resident, place
+from lockstep.data.on_device import Resident, place
 from lockstep.errors import UserError
 
 CPU = torch.device("cpu")
@@ -82,8 +82,7 @@ def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
 @pytest.mark.parametrize(
     ("choice", "free", "moved"),
     [
-        ("auto", PART * 2 * SIZE, True),
-        ("auto", PART * 2 * SIZE - 1, False),
+        ("auto", 2 * SIZE, True),
         (True, 2 * SIZE, True),
         (False, PLENTY, False),
     ],
@@ -103,6 +102,7 @@ def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
         place(splits(train, evaluated=train), CPU, True, PLENTY)
 
 
-def test_true_does_not_overrule_the_memory() -> None:
-    with pytest.raises(UserError, match=r"resident=true: the sets take 0 MiB, and cpu has 0 free; resident=auto"):
-        place(splits(arrays(40), evaluated=arrays(40)), CPU, True, 2 * SIZE - 1)
+@pytest.mark.parametrize(("choice", "shown"), [(True, "true"), ("auto", "auto")])
+def test_sets_that_do_not_fit_are_refused(choice: Any, shown: str) -> None:
+    with pytest.raises(UserError, match=f"^resident={shown}: the sets take 0 MiB, and cpu has 0 free: resident=false$"):
+        place(splits(arrays(40), evaluated=arrays(40)), CPU, choice, 2 * SIZE - 1)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 from conftest import Run, summary_of, wait_for
-
 from engines.cluster import Cluster
 from engines.sites import JOB, SECONDS, SLOW, Site, everything
 

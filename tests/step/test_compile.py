@@ -1,10 +1,10 @@
-"""`compile`: the same weights to rounding, under exact the same bits on every layout; and what CUDA graphs ask for."""
+"""`compile`: the same weights to rounding, under exact the same bits on every layout."""
 
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -18,10 +18,9 @@ from torch import nn
 
 from lockstep.config import check as config
 from lockstep.config.check import check
-from lockstep.config.schema import MODES
 from lockstep.errors import UserError
 from lockstep.run.api import compose
-from lockstep.step.networks import EagerEvaluation, compile_networks, networks
+from lockstep.step.compile import EagerEvaluation, compile_networks, networks
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to compile with")
 
@@ -47,7 +46,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them, and all that is needed to compile for them."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
-    monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: name)
+    monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: name)
     monkeypatch.setenv("CC", sys.executable)
 
 
@@ -65,14 +64,7 @@ def test_networks_are_what_is_called_and_has_weights() -> None:
     parts: Any = Parts()
     assert list(networks(parts)) == [parts.stem, parts.blocks[0], parts.blocks[2]["head"]]
     with pytest.raises(UserError, match=r"LightningModule has no layer with parameters.*compile=false"):
-        compile_networks(pl.LightningModule(), "default", exact=False)
-
-
-@pytest.mark.parametrize("mode", get_args(MODES))
-def test_torch_takes_every_mode(mode: str) -> None:
-    for exact in (False, True):
-        net = Net()
-        compile_networks(net, mode, exact)  # it checks the options now, and compiles at the first call
+        compile_networks(pl.LightningModule(), exact=False)
 
 
 @compiles
@@ -80,7 +72,7 @@ def test_training_is_compiled_and_evaluation_is_not(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
     plain, compiled = Net(norm=True, dropout=0.3).double(), Net(norm=True, dropout=0.3).double()
-    compile_networks(compiled, "default", exact=False)
+    compile_networks(compiled, exact=False)
     assert list(compiled.state_dict()) == list(plain.state_dict())
     counters.clear()
     fit(tmp_path, compiled, ours=True, pieces=2, callbacks=[EagerEvaluation()])
@@ -117,7 +109,7 @@ def test_a_gpu_needs_triton_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CC", "ccache-without no-such-compiler")
     with pytest.raises(UserError, match=r"compile=true needs a C compiler.*no ccache-without on the PATH; CC names"):
         check(dict(compose(*["compile=true"])))
-    monkeypatch.setattr("lockstep.step.compiled.find_spec", lambda name: None)
+    monkeypatch.setattr("lockstep.launch.machine.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"compile=true needs triton, which is not installed"):
         check(dict(compose(*["compile=true"])))
 
@@ -130,78 +122,3 @@ def test_a_machine_without_a_compiler_is_told_before_anything_starts(monkeypatch
     monkeypatch.setattr("sysconfig.get_path", lambda name: os.devnull)
     with pytest.raises(UserError, match=r"compile=true needs Python's headers"):
         check(dict(compose(*["compile=true", "accelerator=cpu"])))
-
-
-# --- CUDA graphs, played on the CPU -----------------------------------------------------------------------------------
-
-
-class Replay(torch.autograd.Function):
-    """A network and its loss as a CUDA graph would run them: what comes out, loss and gradient, lies in memory that
-    the next run overwrites, and autograd takes the gradient as it is, without a copy."""
-
-    loss: torch.Tensor = torch.zeros(())
-    gradient: torch.Tensor = torch.zeros(3, 16)
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        with torch.no_grad():
-            Replay.loss.copy_((x @ weight.T).square().mean())
-        return Replay.loss.view(())
-
-    @staticmethod
-    def backward(ctx: Any, up: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        Replay.gradient.copy_(up * 2 * (x @ weight.T).T @ x / (len(x) * len(weight)))
-        return None, Replay.gradient
-
-
-@pytest.fixture
-def shared_gradients() -> Any:
-    """How cudagraph_trees.py tells autograd that its own reference to a gradient does not count."""
-    torch._C._set_cached_tensors_enabled(True)
-    torch._C._add_cached_tensor(Replay.gradient)
-    yield
-    torch._C._remove_cached_tensor(Replay.gradient)
-    torch._C._set_cached_tensors_enabled(False)
-
-
-class Graphed(pl.LightningModule):
-    def __init__(self, replayed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(3, 16))
-        self.replayed = replayed
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x = batch[0].flatten(1)
-        loss: torch.Tensor = Replay.apply(x, self.weight) if self.replayed else (x @ self.weight.T).square().mean()
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-@pytest.mark.usefixtures("shared_gradients")
-@pytest.mark.parametrize("exact", [False, True])
-def test_what_a_graph_overwrites_is_kept_from_piece_to_piece(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
-) -> None:
-    marks: list[int] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
-
-    def trained(replayed: bool, careful: bool) -> Graphed:
-        module = Graphed(replayed)
-        fit(tmp_path, module, ours=True, pieces=2, exact=exact, graphs=careful, limit_val_batches=0)
-        return module
-
-    plain, kept, careless = trained(False, False), trained(True, True), trained(True, False)
-    assert len(marks) == 2 * 3 * 2  # epochs, steps, pieces
-    torch.testing.assert_close(kept.weight, plain.weight, rtol=1e-5, atol=1e-6)
-    assert kept.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert careless.losses != pytest.approx(plain.losses, rel=1e-3)  # the control
-    assert exact or not torch.allclose(careless.weight, plain.weight, rtol=1e-3)  # exact sums keep nothing of it

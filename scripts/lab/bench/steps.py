@@ -60,7 +60,6 @@ OURS = {
     "ours": (),
     "bf16": (BF16,),
     "compile=true": ("compile=true",),
-    "compile=reduce-overhead": ("compile=reduce-overhead",),
     "bf16, tuned": (BF16, "compile=true", "+optimizer.fused=true", "+debug.trainer.benchmark=true"),
 }
 BARE = {
@@ -75,7 +74,6 @@ GPU_PAIRS: list[Pair] = [
     ("against the loop with every lever", "ours", "levers", None),
     ("bf16-mixed against float32", "bf16", "ours", None),
     ("compile=true against false", "compile=true", "ours", None),
-    ("compile=reduce-overhead against false", "compile=reduce-overhead", "ours", None),
     ("tuned, against the tuned loop", "bf16, tuned", "bare, bf16, tuned", 1.03),
 ]
 

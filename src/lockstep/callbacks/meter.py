@@ -13,7 +13,6 @@ from torch import Tensor
 from lockstep.launch.process_group import of_ranks
 from lockstep.step.memory import peak_memory
 
-MOST_RANKS = 64  # more curves than that help nobody
 GIB = float(1 << 30)
 WARMUP = 10  # optimizer steps left out of `samples_per_second`, see `Speed`
 
@@ -73,37 +72,30 @@ class Meter(Callback):
 
     Args:
         log_every: optimizer steps between two measurements.
-        log_seconds: measure earlier where `log_every` steps would take longer than this.
         started: `time.time()` when the command began; None: when this object was made.
 
     Attributes:
         latest: the last measurement by tag, the same on all ranks: `train/loss` and `train/<name>` for what else the
             first step's `training_step` returned (means over the samples since the one before),
             `workers/samples_per_second`, `workers/step_seconds`, `workers/data_wait` (seconds of one step, the slowest
-            rank's), `workers/peak_gib` (largest of the ranks); with several ranks `worker_memory/<rank>` (GiB) and
-            `worker_seconds/<rank>`: of a step, on the host, until its last backward pass begins. Till then no rank of
-            ddp waits for others, and the slow one stands out.
+            rank's), `workers/peak_gib` (largest of the ranks).
         fresh: whether the step that just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
         edge: when, by training's own clock, the loop last turned to its loader.
     """
 
-    def __init__(self, log_every: int = 50, log_seconds: float = 30.0, started: float | None = None) -> None:
-        if not log_seconds >= 0:
-            raise ValueError(f"log_seconds={log_seconds}: must be at least 0")
+    def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
         self.fresh = False
         self.samples_seen = 0
         self.seconds_to_first_step: float | None = None
         self.edge = 0.0
         self._log_every = log_every
-        self._log_seconds = log_seconds
         self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
         self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
-        self._waited = self._alone = 0.0  # seconds since then: for batches; of steps, until their last backward pass
-        self._began = self._last_backward = 0.0  # of the step under way
+        self._waited = 0.0  # seconds since then that were spent waiting for batches
         self._speed = Speed()
         self._names: list[str] = []  # of what training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # by steps not yet added up, and their samples here
@@ -137,14 +129,9 @@ class Meter(Callback):
         self.edge += seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._began = self._last_backward = self._speed.now()
-        self._waited += self._began - self.edge
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._last_backward = self._speed.now()
+        self._waited += self._speed.now() - self.edge
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._alone += self._last_backward - self._began
         self.samples_seen += batch.samples
         if batch.num_local_samples and batch.skipped:  # what it returned counts for nothing, and may be nan
             self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
@@ -207,9 +194,7 @@ class Meter(Callback):
         if not self._names:  # the first step, of which some ranks may have no sample
             told = of_ranks([name for numbers, _ in self._returned for name in numbers])
             self._names = next(filter(None, told), [])
-        pace = (self._speed.now() - clock) / took
-        mine = [pace, self._waited / took, self._alone / took, peak_gib(module.device)]
-        paces, waits, alone, memory = self._collect(trainer, module, mine).T.tolist()
+        waits, memory = self._collect(trainer, module, [self._waited / took, peak_gib(module.device)]).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # after the device has caught up
         elapsed = max(self._before[0] - clock, 1e-9)
         self.latest = {
@@ -219,14 +204,8 @@ class Meter(Callback):
             "workers/data_wait": max(waits),
             "workers/peak_gib": max(memory),
         }
-        if 1 < len(paces) <= MOST_RANKS:
-            for name, numbers in (("seconds", alone), ("memory", memory)):
-                self.latest |= {f"worker_{name}/{rank}": number for rank, number in enumerate(numbers)}
-        self._waited, self._alone, self._since = 0.0, 0.0, {}
-        # By rank zero's pace, so that all ranks agree on the next step to measure.
-        step = trainer.global_step
-        soon = step + max(1, int(self._log_seconds / max(paces[0], 1e-9)))
-        self._next = min(soon, (step // self._log_every + 1) * self._log_every)
+        self._waited, self._since = 0.0, {}
+        self._next = (trainer.global_step // self._log_every + 1) * self._log_every
 
 
 def _weighted_sums(returned: list[tuple[dict[str, Tensor], int]], names: list[str], device: torch.device) -> Tensor:

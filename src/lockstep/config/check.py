@@ -22,8 +22,7 @@ from lockstep.config.schema import Kept, Keys
 from lockstep.config.targets import check_target, named
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import computes_bf16, cores_of_each, cpu_cap, gpu_count
-from lockstep.step.compiled import GRAPHS, lacking
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
@@ -196,9 +195,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     precision = f"precision={keys.precision}"
-    compiled = f"compile={'true' if keys.compile == 'default' else keys.compile}" * (keys.compile is not None)
-    graphs = compiled * (keys.compile in GRAPHS)
-    tuned = compiled * (keys.compile or "").startswith("max-autotune")
+    compiled = "compile=true" * keys.compile
     nodes = f"num_nodes={layout.num_nodes}" * (layout.num_nodes > 1)
     chosen = keys.debug.trainer.get("deterministic", True)
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
@@ -208,9 +205,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
-        (graphs, cpu, "CUDA graphs need a GPU; compile=true"),
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
-        (tuned, exact, "it chooses kernels by their speed; compile=true"),
         (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
@@ -230,7 +225,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
-    if compiled and (reason := lacking(layout.accelerator)):
+    if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
 

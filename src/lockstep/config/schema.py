@@ -29,11 +29,6 @@ def device_count(value: Any) -> Any:
     return "auto" if value == -1 and not isinstance(value, bool) else value
 
 
-def compile_mode(value: Any) -> Any:
-    """What true and false mean for torch.compile."""
-    return ("default" if value else None) if isinstance(value, bool) else value
-
-
 def no_file(value: Any) -> Any:
     """A group that the command line gives in full; the name of its file stands after a slash."""
     if isinstance(value, str):
@@ -47,7 +42,6 @@ OptionalGroup: TypeAlias = Annotated[dict[str, Any], BeforeValidator(filled)]
 NamedGroups: TypeAlias = Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)]
 
 PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
-MODES: TypeAlias = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
 
 
 @with_config(OURS)
@@ -163,7 +157,7 @@ class Kept:
     threads: Whole | None = None
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     allocator: Literal["auto", "system"] = "auto"
-    compile: Annotated[MODES | None, BeforeValidator(compile_mode)] = None
+    compile: Flag = False
     resident: Flag | Literal["auto"] = "auto"
     max_epochs: Whole | None = None
     max_steps: Whole | None = None

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
+from lockstep.config.checks import show
 from lockstep.data.datasets import ArrayDataset, Ids, Splits, base
 from lockstep.errors import UserError
 
-PART = 4  # auto: the sets take a quarter of the free memory at most, the step needs the rest
 MIB = 1 << 20
 
 
@@ -36,11 +36,11 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     Only plain `ArrayDataset`s are moved: what a class of the user's own does with its arrays is not known.
 
     Args:
-        choice: `resident` of the config: false, auto (what fits into a part of what is free), true (whatever fits).
+        choice: `resident` of the config: false, true, or auto, which asks for no set in memory.
         free: bytes that may be used on the device.
 
     Raises:
-        UserError: true, and nothing is in memory, or it does not fit.
+        UserError: nothing is in memory though true asks for it, or the sets are larger than the memory.
     """
     if choice is False:
         return splits
@@ -49,12 +49,9 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in held.values())
     if choice is True and not held:
         raise UserError("resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
-    if choice is True and size > free:
-        raise UserError(
-            f"resident=true: the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free; resident=auto"
-        )
-    if choice == "auto" and size > free / PART:
-        return splits
+    if size > free:
+        sizes = f"the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free"
+        raise UserError(f"resident={show(choice)}: {sizes}: resident=false")
     there: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in held.items()}
     return replace(splits, **{name: _moved(part, there) for name, part in parts.items()})
 

@@ -4,9 +4,14 @@ import glob
 import math
 import os
 import re
+import shlex
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path, PurePath
 
 from lockstep.launch.environment import environment
@@ -96,3 +101,18 @@ def _asked_in_child(question: Callable[[], int]) -> int:
         finally:
             os._exit(code)
     return max(0, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def compiler_lacking(accelerator: str) -> str | None:
+    """What this machine lacks to compile: otherwise torch would tell in the first step, on a page."""
+    if accelerator == "gpu":
+        if find_spec("triton") is None:
+            return "triton, which is not installed: pip install triton"
+        kind, key, usual = "C", "CC", ["gcc", "clang"]  # as triton looks for it
+    else:
+        kind, key, usual = "C++", "CXX", [{"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")]
+    named = shlex.split(os.environ.get(key, ""))[:1] or usual
+    if not any(map(shutil.which, named)):
+        return f"a {kind} compiler, and there is no {' or '.join(named)} on the PATH; {key} names another"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return None if headers.is_file() else f"Python's headers, {headers} (the package python3-dev, say)"

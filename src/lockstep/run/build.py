@@ -25,11 +25,11 @@ from lockstep.run.lines import headline
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
+from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.networks import EagerEvaluation
 from lockstep.step.passes import overrides
 
 # Hooks of a LightningModule for which steps made of pieces have no place.

@@ -41,8 +41,8 @@ from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
 from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord
+from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
-from lockstep.step.networks import compile_networks
 from lockstep.step.passes import overrides
 from lockstep.text import join_names, plural
 
@@ -85,7 +85,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = fast.describe(module, config.compile is not None)
+    chosen = fast.describe(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
     callbacks += [Preemption(folder), starts]
@@ -96,7 +96,7 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, first, copies, parts)
     if config.compile:
-        compile_networks(module, config.compile, config.layout.exact)
+        compile_networks(module, config.layout.exact)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)

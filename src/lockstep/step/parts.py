@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.step.networks import networks
+from lockstep.step.compile import networks
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:

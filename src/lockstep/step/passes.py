@@ -94,7 +94,9 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            if isinstance(error, RuntimeError) and (advised := advice(error, step_batch, trainer.datamodule.layout)):
+            if isinstance(error, RuntimeError | MemoryError) and (
+                advised := advice(error, step_batch, trainer.datamodule.layout)
+            ):
                 raise UserError(advised) from error
             raise
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:

@@ -18,11 +18,10 @@ from lockstep.errors import UserError
 SHAPES = 64  # for each network; torch's own 8 for all would send the ninth down the slow path, and to other bits
 
 
-def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None:
+def compile_networks(module: pl.LightningModule, exact: bool) -> None:
     """Compiles the networks of a module, each in its first pass in training. The kernels are kept for later runs.
 
     Args:
-        mode: torch.compile's.
         exact: no choice is made by timing.
 
     Raises:
@@ -33,13 +32,12 @@ def compile_networks(module: pl.LightningModule, mode: str, exact: bool) -> None
         raise UserError(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
     import torch._dynamo
-    import torch._inductor
 
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
         most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
     torch._dynamo.config.optimize_ddp = False  # it cuts a network where DDP's buckets end: no gain, where pieces add up
-    options = {**torch._inductor.list_mode_options(mode), "fallback_random": True, "deterministic": exact}
+    options = {"fallback_random": True, "deterministic": exact}
     for network in found:
         network.compile(options=options, dynamic=False)
 
