@@ -187,6 +187,11 @@ class DataModule(pl.LightningDataModule):
         normalised, in the module's floating dtype, and what the dataset gives beside it (`y`, int64 [n])."""
         return self._ready(micro_batch.batch, micro_batch.draws)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a piece's samples are mixed."""
+        return bool(self.splits.mix)
+
     def mix(self, batch: Any) -> Any:
         """A piece's batch whose samples have been mixed: `y` is then [n, classes], in the dtype of `x`."""
         x, y, *rest = batch

@@ -52,7 +52,7 @@ class FiniteGradientCheck(StepHook):
         Raises:
             NonFinite: under `stop`, for this step or the one before.
         """
-        module, strategy = step.module, step.trainer.strategy
+        module, strategy = step.module, step.strategy
         staged = strategy.staged  # each process has another part of the gradient, so all must be asked
         groups = strategy.optimizers[0].param_groups
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]

@@ -17,12 +17,12 @@ from lockstep.arithmetic.exact_sum import ExactSum, alone
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.parts import runs
+from lockstep.step.protocols import Gradients, StepStrategy
 from lockstep.text import plural
 
 if TYPE_CHECKING:
     from lockstep.step.passes import Step
 
-Gradients = list[Tensor | None]
 Result = tuple[Gradients, list[float]]  # gradients, and under exact the largest elements, which the next grids follow
 
 
@@ -74,7 +74,7 @@ class GradientSum:
 
     exact = False
 
-    def __init__(self, strategy: Any, world_size: int) -> None:
+    def __init__(self, strategy: StepStrategy, world_size: int) -> None:
         self.strategy = strategy
         self.world_size = world_size
         self.options = SumOptions()
@@ -177,7 +177,7 @@ class ExactGradientSum(GradientSum):
 
     exact = True
 
-    def __init__(self, strategy: Any, world_size: int) -> None:
+    def __init__(self, strategy: StepStrategy, world_size: int) -> None:
         super().__init__(strategy, world_size)
         self.sums: list[ExactSum] = []  # one for each step that may be under way
         self.sum: Any = None  # the present step's
@@ -301,7 +301,7 @@ class WrappedGradientSum(GradientSum):
         self.inner.load_state_dict(state)
 
 
-def whole(strategy: Any, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+def whole(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
     """Return the grids of all groups: each process knows those of the groups that it sums. Every process calls it."""
     mine = total.own if total is not None else []
     gathered = strategy.gathered({at: exponents[at] for at in mine})

@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 from lockstep.step.batch import StepBatch
 from lockstep.step.evaluation_logs import EvaluationLogs
+from lockstep.step.protocols import data_of
 
 
 class NoSignals(_SignalConnector):
@@ -44,7 +45,7 @@ class StepLogs(_LoggerConnector):
         trainer: Any = self.trainer
         results: EvaluationLogs = trainer._results
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
-        samples = trainer.datamodule.samples_here("test" if trainer.testing else "val") if several else 1
+        samples = data_of(trainer).samples_here("test" if trainer.testing else "val") if several else 1
         results.reduce(gather_objects if several else lambda own: [own], samples, trainer.strategy.reduce)
         return super().update_eval_epoch_metrics()
 
@@ -98,7 +99,7 @@ class StepEpochLoop(_TrainingEpochLoop):
         super().on_load_checkpoint(state_dict)
         fit_loop = self.trainer.fit_loop
         fit_loop._combined_loader = None  # made early, for `estimated_stepping_batches`: at another step
-        cut = self.batch_progress.current.completed < self.trainer.datamodule.order.steps_per_epoch
+        cut = self.batch_progress.current.completed < data_of(self.trainer).order.steps_per_epoch
         if cut and not self.batch_progress.is_last_batch:
             for count in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
                 count.processed = count.completed

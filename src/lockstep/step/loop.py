@@ -25,6 +25,7 @@ from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
 from lockstep.step.passes import Outputs, StepPasses, overrides
+from lockstep.step.protocols import data_of
 
 
 class StepTrainer(pl.Trainer):
@@ -36,7 +37,8 @@ class StepTrainer(pl.Trainer):
     """
 
     def __init__(self, gradients: GradientSum, hooks: Sequence[StepHook], seed: int, **options: Any) -> None:
-        super().__init__(strategy=gradients.strategy, use_distributed_sampler=False, **options)
+        strategy: Any = gradients.strategy  # Lightning's own class, too
+        super().__init__(strategy=strategy, use_distributed_sampler=False, **options)
         self.gradients = gradients
         gradients.strategy.hooks = hooks
         self._signal_connector = NoSignals(self)
@@ -83,7 +85,7 @@ class StepLoop(StepEpochLoop):
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
         step_batch, number = next(data_fetcher)[0], self.batch_idx + 1
         progress.is_last_batch = data_fetcher.done
-        step_batch = trainer.datamodule.transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
+        step_batch = data_of(trainer).transfer_batch_to_device(step_batch, trainer.strategy.root_device, 0)
         progress.increment_ready()
         connector.on_batch_start(step_batch)
         skips_epoch = self._hook("on_train_batch_start", step_batch, number) == -1

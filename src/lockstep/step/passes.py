@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,15 +16,9 @@ from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, whole
 from lockstep.step.hooks import StepHook
 from lockstep.step.memory import advice
+from lockstep.step.protocols import Action, StepData, StepStrategy, data_of
 
 Outputs = dict[str, Tensor]
-
-
-class Action(Enum):
-    """A pass of a micro-batch."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 def one_by_one(count: int) -> Iterator[tuple[Action, int]]:
@@ -75,7 +68,7 @@ class StepPasses:
                 hook.before_step(step)
             statistics.begin(step_batch)
             gradients.begin(step_batch)
-            for action, number in trainer.strategy.schedule(len(step_batch.micro_batches)):
+            for action, number in step.strategy.schedule(len(step_batch.micro_batches)):
                 if action is Action.FORWARD:
                     statistics.before()
                     gradients.before_piece(number, step_batch)
@@ -94,9 +87,8 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            if isinstance(error, RuntimeError | MemoryError) and (
-                advised := advice(error, step_batch, trainer.datamodule.layout)
-            ):
+            advised = advice(error, step_batch, step.data.layout)
+            if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
@@ -151,6 +143,7 @@ class Step:
         backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.passes, self.trainer, self.batch = passes, trainer, batch
+        self.strategy: StepStrategy = passes.gradients.strategy
         self._forward, self._backward = forward, backward
         self._under_way: dict[int, tuple[Any, Tensor]] = {}  # batches and losses between a forward and a backward pass
         self._outputs: list[Outputs] = []
@@ -162,7 +155,11 @@ class Step:
 
     @property
     def module(self) -> Any:
-        return self.trainer.lightning_module
+        return self.strategy.lightning_module
+
+    @property
+    def data(self) -> StepData:
+        return data_of(self.trainer)
 
     @property
     def losses(self) -> list[Tensor]:
@@ -170,7 +167,7 @@ class Step:
 
     def forward(self, number: int) -> None:
         """Compute the loss of a micro-batch; its graph is kept until `backward`."""
-        micro_batch, strategy = self.batch.micro_batches[number], self.trainer.strategy
+        micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch = self._prepared(micro_batch)
         with strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
             loss, outputs = numbers_of(self._call(batch))
@@ -180,7 +177,7 @@ class Step:
 
     def backward(self, number: int) -> None:
         """Compute the gradient of a micro-batch, weighted by what it counts for."""
-        micro_batch, strategy = self.batch.micro_batches[number], self.trainer.strategy
+        micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch, loss = self._under_way.pop(number)
         if strategy.numbers_come_later:
             with strategy.micro_batch(micro_batch, self._seeds(micro_batch)), torch.no_grad():
@@ -189,7 +186,7 @@ class Step:
 
     def compute(self, micro_batch: MicroBatch) -> None:
         """Compute the gradient of a micro-batch that is not one of this step's own, and keep no numbers of it."""
-        with self.trainer.strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
+        with self.strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
             loss, _ = numbers_of(self._call(self._prepared(micro_batch)))
         self._differentiate(loss, micro_batch)
 
@@ -221,7 +218,7 @@ class Step:
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         assert self._backward is not None
         weight = 1.0
-        if not self.trainer.strategy.numbers_come_later:  # else the gradient that arrives is weighted
+        if not self.strategy.numbers_come_later:  # else the gradient that arrives is weighted
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
@@ -231,9 +228,9 @@ class Step:
     def _prepared(self, micro_batch: MicroBatch) -> Any:
         """What `training_step` gets: each piece's samples mixed, and then what the module's own
         `on_after_batch_transfer` makes of them."""
-        data, module = self.trainer.datamodule, self.module
+        data, module = self.data, self.module
         batch = data.finish(micro_batch)
-        changes = [data.mix] if data.splits.mix else []
+        changes = [data.mix] if data.mixes else []
         if overrides(module, "on_after_batch_transfer", pl.LightningModule):
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
@@ -245,7 +242,7 @@ class Step:
                 batch = each(batch)
             return batch
 
-        return self.trainer.strategy.by_piece(change, batch, micro_batch, seeds)
+        return self.strategy.by_piece(change, batch, micro_batch, seeds)
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lockstep.arithmetic.layout import Layout
 from lockstep.step.batch import MicroBatch
 from lockstep.step.hooks import StepHook
-from lockstep.step.passes import Action, one_by_one
+from lockstep.step.passes import one_by_one
+from lockstep.step.protocols import Action
 
 T = TypeVar("T")
 
@@ -54,6 +55,17 @@ class PieceStrategy(Strategy):
         """A micro-batch's batch, of which each piece has been changed by itself; `seeds` has one seed for each."""
         seed_device(seeds[0], self.root_device)
         return change(batch)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other parameters are trained than the strategy was set up for."""
+        return False
+
+    def start_reducer(self, first: bool) -> None:
+        """Have gradients summed over all processes in the passes that follow: only ddp can."""
+
+    def finish_reducer(self) -> None:
+        """After those passes."""
 
     def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
         """What each piece of the micro-batch just computed left in the named buffers, on the first device."""

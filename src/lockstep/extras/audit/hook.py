@@ -23,9 +23,10 @@ from lockstep.launch.environment import environment
 from lockstep.launch.process_group import all_come, of_ranks
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copied, put_back
-from lockstep.step.gradients import Gradients, trained
+from lockstep.step.gradients import trained
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
+from lockstep.step.protocols import Gradients
 from lockstep.strategies.base import twin
 from lockstep.text import join_names, plural
 
@@ -64,7 +65,7 @@ class AuditHook(StepHook):
 
     def before_step(self, step: Step) -> None:
         """Choose what is computed again."""
-        order = step.trainer.datamodule.order
+        order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
         self.choice, self._first = chosen(self.share, self.seed, step.number, sizes, self.layout), None
         self._right = self._right or dict.fromkeys(self._devices, step.number)
@@ -72,7 +73,7 @@ class AuditHook(StepHook):
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
         if self.choice and self.choice.piece in micro_batch.pieces:
-            gradients = step.trainer.strategy.piece_gradients(trained(step.module))
+            gradients = step.strategy.piece_gradients(trained(step.module))
             self._first = digests(gradients[micro_batch.pieces.index(self.choice.piece)])
 
     def after_passes(self, step: Step) -> None:
@@ -112,13 +113,13 @@ class AuditHook(StepHook):
     def on_error(self, step: Step, error: Exception) -> None:
         """After a damaged message: find out who sent or got it."""
         if isinstance(error, Damaged):
-            raise asked_again(error, step.number, step.trainer.strategy.root_device) from None
+            raise asked_again(error, step.number, step.strategy.root_device) from None
 
     def _again(self, step: Step, piece: int, device: int) -> Gradients:
         """Compute a piece on a device of this process once more, from the buffers as the step began."""
         with leaving_no_trace(step, self._start):
-            step.compute(step.trainer.datamodule.fetch_piece(step.batch, piece, device))
-            (gradients,) = step.trainer.strategy.piece_gradients(trained(step.module))
+            step.compute(step.data.fetch_piece(step.batch, piece, device))
+            (gradients,) = step.strategy.piece_gradients(trained(step.module))
         return gradients
 
     def _place(self, trainer: Any, device: int) -> str:
@@ -150,7 +151,7 @@ class Silent:
 def leaving_no_trace(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
     """What is computed inside begins with the buffers `start`, and changes neither module nor gradients, metrics, logs
     or random state."""
-    module, strategy = step.module, step.trainer.strategy
+    module, strategy = step.module, step.strategy
     gradients, now, device = [p.grad for p in module.parameters()], copied(module), strategy.root_device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(silent(module)):
         put_back(module, start)

@@ -34,7 +34,7 @@ from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
 from lockstep.extras.pipeline.cut import balanced, chosen
 from lockstep.step.parts import contents, parts_of
-from lockstep.step.passes import Action
+from lockstep.step.protocols import Action
 from lockstep.strategies.base import PieceStrategy, T, generators, twin
 
 LOG = logging.getLogger("lockstep")
