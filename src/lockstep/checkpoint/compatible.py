@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.retention import steps_kept
 from lockstep.config.check import Config
 from lockstep.config.checks import show
 from lockstep.data import Splits
@@ -29,7 +29,7 @@ def checkpoint_in(folder: Path) -> tuple[str | None, dict[str, Any]]:
     Raises:
         CheckpointError: both are damaged.
     """
-    last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+    last, best = paths.last(folder), paths.best(folder)
     there = of_rank_zero([last.exists(), best.exists()])
     if not there[0]:
         return None, {}
@@ -48,8 +48,8 @@ def go_back(folder: Path, fault: WorkerFailed) -> None:
     Raises:
         WorkerFailed: the fault; there is none.
     """
-    last = folder / "checkpoints" / "last.ckpt"
-    for path in (last, *reversed(steps_kept(last.parent).values())):
+    last = paths.last(folder)
+    for path in (last, *reversed(paths.steps_kept(last.parent).values())):
         if checkpoint_io.load(path)["global_step"] <= fault.right:
             return same_file(path, last)
     raise fault

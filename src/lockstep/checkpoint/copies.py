@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import broadcast_bytes, bytes_of, fault
 from lockstep.files import replacing
 from lockstep.launch.process_group import of_ranks
@@ -49,7 +50,7 @@ def share_newest(folder: Path, ranks: Sequence[int]) -> None:
     if len(ranks) == 1:
         return
     writes = dist.get_rank() in ranks
-    files = [folder / "checkpoints" / name for name in ("best.ckpt", "last.ckpt")]  # the last one counts, so it is last
+    files = [paths.best(folder), paths.last(folder)]  # the last one counts, so it is last
     steps = of_ranks(_steps(files[-1]) if writes else -1)
     newest = max(ranks, key=lambda rank: (steps[rank], -rank))
     lacking = [rank for rank in ranks if steps[rank] != steps[newest]]

@@ -19,10 +19,10 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.checkpoint.retention import keep
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.untrusted import archive_fault, claim_fault
 from lockstep.errors import UserError
-from lockstep.files import replacing
+from lockstep.files import replacing, same_file
 from lockstep.launch.process_group import of_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -255,6 +255,16 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         self.wait()
+
+
+def keep(last: Path, step: int, number: int) -> None:
+    """Give `last`, saved after `step`, a second name that stays. Keep the `number` newest of these, all if it is -1;
+    remove those of later steps, which a run that has gone back behind them makes again."""
+    same_file(last, paths.of_step(last.parent, step))
+    kept = paths.steps_kept(last.parent)
+    upto = [each for each in kept if each <= step]
+    for removed in kept.keys() - set(upto if number < 0 else upto[-number:]):
+        kept[removed].unlink()
 
 
 def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:

@@ -12,6 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.checkpoint import paths
 from lockstep.config import checks
 from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.config.checks import ROOT
@@ -55,7 +56,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
 
     def found() -> tuple[list[str], str, float]:
         checkpoint = _find(run, given, flags, config_name)
-        folder = checkpoint.parent.parent
+        folder = paths.run_of(checkpoint)
         if not (folder / ".hydra" / "overrides.yaml").exists():
             raise UserError(
                 f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside"
@@ -88,7 +89,7 @@ def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple
 def _at_home(checkpoint: Path) -> list[str]:
     """The overrides of a run that goes on from a checkpoint, in its folder; on a machine that has no such folder, in
     one of the same name in its own `outputs`."""
-    folder = checkpoint.parent.parent
+    folder = paths.run_of(checkpoint)
     home = quoted(folder if folder.exists() else Path("${outputs}", *folder.parts[-2:]))
     return [f"resume={quoted(checkpoint)}", f"hydra.run.dir={home}"]
 
@@ -178,7 +179,7 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
         wanted = str(newest("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
-        path = path / "checkpoints" / "last.ckpt"
+        path = paths.last(path)
     if not path.exists():
         raise UserError(f"resume={wanted}: there is no {path}")
     return path
@@ -193,10 +194,10 @@ def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
     Raises:
         UserError: none has a checkpoint.
     """
-    found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    found = sorted(runs.glob(str(paths.last(Path(runs_of)))), key=lambda path: path.stat().st_mtime)
     if not found:
         raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
-    folders = [path.parent.parent for path in found]
+    folders = list(map(paths.run_of, found))
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
 
 
@@ -223,7 +224,7 @@ def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...
     new = {"config.yaml": cfg, "hydra.yaml": {"hydra": hydra}, "overrides.yaml": hydra.overrides.task}
     files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
     before = {path: path.read_bytes() for path in files if path.exists()}
-    last, wanted = folder / "checkpoints" / "last.ckpt", cfg.get("resume")
+    last, wanted = paths.last(folder), cfg.get("resume")
     other = bool(wanted) and not slurm.worked_on(folder) and not _same(last, Path(wanted))
     kept = last.with_name("last.before.ckpt")
     if other:
@@ -255,7 +256,7 @@ def _same(last: Path, wanted: Path) -> bool:
 
 def saved(folder: Path) -> tuple[int, int] | None:
     """Which file a run's last checkpoint is, and when it was written; None where there is none."""
-    last = folder / "checkpoints" / "last.ckpt"
+    last = paths.last(folder)
     return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import CheckpointError, fault, file_of_rank_zero, plain
 from lockstep.errors import UserError
 from lockstep.launch import process_group
@@ -30,7 +31,7 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        path = best_in(path) or path / "checkpoints" / "best.ckpt"
+        path = paths.best_in(path) or paths.best(path)
     if together:
         path = process_group.of_rank_zero(path)
     try:
@@ -52,12 +53,6 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     if not tensors:
         raise CheckpointError(f"{key}={path}: it holds no weights by name")
     return tensors
-
-
-def best_in(folder: Path) -> Path | None:
-    """The best checkpoint of a run, or of its `checkpoints`; else the last; None where there is neither."""
-    names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt")
-    return next((folder / name for name in names if (folder / name).exists()), None)
 
 
 def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:

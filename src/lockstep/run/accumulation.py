@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.checkpoint import io as checkpoint_io
+from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.errors import UserError
@@ -61,7 +62,7 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 
 def _kept(config: Config, folder: Path) -> Layout | None:
     """The layout with the pieces of the run that goes on; None if there is none, or they don't fit the devices."""
-    last = folder / "checkpoints" / "last.ckpt"
+    last = paths.last(folder)
     recorded = checkpoint_io.load(last).get("lockstep", {}) if last.exists() else {}
     pieces = recorded.get("pieces", 0)
     fits = pieces >= config.layout.num_devices and not config.layout.batch_size % pieces

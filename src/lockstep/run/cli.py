@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
-from lockstep.checkpoint import resume
+from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, checks
 from lockstep.config.arguments import keyed
 from lockstep.config.checks import ROOT, run_name
@@ -76,7 +76,7 @@ def run(job: Job, config_name: str) -> tuple[int, str]:
     raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
 
     def saved(folder: Path) -> bool:
-        return config_name == "train" and (folder / "checkpoints" / "last.ckpt").exists()
+        return config_name == "train" and paths.last(folder).exists()
 
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)

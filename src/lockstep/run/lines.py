@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.first_page import peak_lr
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.weights import parameter_counts
 from lockstep.config.check import Config
 from lockstep.data import Splits
@@ -162,7 +163,7 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
     best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
     board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
     look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
-    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * (folder / "checkpoints").is_dir()
+    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
     return list(filter(None, [f"completed: {run}", *wrapped(best, look), use]))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import saved
 from lockstep.config.arguments import given
 from lockstep.config.check import Config, check
@@ -128,7 +129,7 @@ def _steps_saved(folder: Path) -> int:
     """Optimizer steps in a run's last checkpoint; 0: there is none that can be used."""
     from lockstep.checkpoint import io as checkpoint_io
 
-    last = folder / "checkpoints" / "last.ckpt"
+    last = paths.last(folder)
     with suppress(UserError):
         return int(checkpoint_io.load(last)["global_step"]) if last.exists() else 0
     return 0

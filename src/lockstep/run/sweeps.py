@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import check
 from lockstep.config.checks import checker
@@ -154,7 +155,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
 
     def start(job: Job) -> None:
-        if not (job.folder / "checkpoints" / "last.ckpt").exists():
+        if not paths.last(job.folder).exists():
             for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
         run(job)
