@@ -3,10 +3,14 @@
 import ast
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, forked, python, summary_of
+from conftest import ROOT, Program, ended, forked, of_process, python, summary_of, wait_for
 
 import lockstep
 from lockstep.errors import UserError
@@ -41,6 +45,54 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lockstep.train(lockstep.compose("data=image_folder", "data_dir=nowhere"))
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("outputs/*"))
+
+
+FAILING = """
+from lockstep import compose, train
+from lockstep.launch.agent import WorkerFailed
+
+try:
+    train(compose({job}, "max_epochs=1", "lr=1e30", "scheduler=constant"))
+except WorkerFailed as failed:
+    print("FAILED:", failed, flush=True)
+try:
+    train(compose({job}))
+except KeyboardInterrupt as interrupted:
+    print("INTERRUPTED:", interrupted, flush=True)
+train(compose("resume=last", {job}))
+"""
+
+
+def test_failures_signals_and_the_end_of_the_calling_process(tmp_path: Path) -> None:
+    job = [*TINY[:-2], "logger=none", "max_epochs=100000", "checkpoint_every=20", f"outputs={tmp_path}"]
+    script, said = tmp_path / "calls.py", tmp_path / "said"
+    script.write_text(FAILING.format(job=str(job)[1:-1]).replace("'max_epochs=100000', ", "", 1))
+    with said.open("w") as out:
+        process = subprocess.Popen([sys.executable, script], stdout=out, stderr=subprocess.DEVNULL, text=True)
+
+    def runs() -> list[Path]:
+        return sorted(tmp_path.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+    wait_for(lambda: "FAILED" in said.read_text(), process)
+    failed = len(runs())
+    wait_for(lambda: len(runs()) > failed, process)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "INTERRUPTED" in said.read_text(), process)
+    folder = runs()[-1].parent.parent
+    assert summary_of(folder)["status"] == "interrupted"
+    saved = runs()[-1].stat().st_mtime_ns
+    wait_for(lambda: runs()[-1].stat().st_mtime_ns > saved, process)
+    (run,) = map(int, of_process(process.pid, f"task/{process.pid}/children").split())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not ended(run) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ended(run)
+    lines = said.read_text().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"FAILED: .*step \d+: .*(not finite|nan|inf).*", lines[0]), lines
+    assert lines[1] == "INTERRUPTED: interrupted by SIGINT"
 
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:

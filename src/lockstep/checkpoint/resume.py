@@ -1,10 +1,9 @@
 """`resume=` finds a run's folder, and the run goes on there with its own config; what the command line says wins. A run
-is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py). `sweep.resume=` does the
+is its folder: its workers go on from the last.ckpt that they find in it (start.py). `sweep.resume=` does the
 same for the jobs of a sweep."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,16 @@ from lockstep.config import checks
 from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.config.checks import ROOT
 from lockstep.errors import UserError
-from lockstep.files import replacing, same_file
+from lockstep.files import replacing
 from lockstep.launch import slurm
 from lockstep.launch.agreement import agree
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import of_ranks
+from lockstep.text import typed
 
 MULTIRUN = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
+RECORD = "overrides.yaml"  # in .hydra/
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
@@ -151,7 +152,7 @@ def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
     """The overrides of the run in a folder, and those that are given now, which win."""
-    saved = folder / ".hydra" / "overrides.yaml"
+    saved = folder / ".hydra" / RECORD
     before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
     if (of_hydra := saved.with_name("hydra.yaml")).exists():
         before += config_folders(OmegaConf.load(of_hydra), flags)
@@ -179,6 +180,10 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
         wanted = str(newest("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
+        if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
+            raise UserError(
+                f"resume={wanted}: a folder of runs, not a run: {typed('resume', runs_below[-1])} is the newest"
+            )
         path = paths.last(path)
     if not path.exists():
         raise UserError(f"resume={wanted}: there is no {path}")
@@ -194,11 +199,16 @@ def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
     Raises:
         UserError: none has a checkpoint.
     """
-    found = sorted(runs.glob(str(paths.last(Path(runs_of)))), key=lambda path: path.stat().st_mtime)
-    if not found:
+    folders = _runs_in(runs, runs_of)
+    if not folders:
         raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
-    folders = list(map(paths.run_of, found))
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
+
+
+def _runs_in(folder: Path, pattern: str) -> list[Path]:
+    """The runs with a checkpoint that match a pattern in a folder; the one that was saved last is the last."""
+    checkpoints = folder.glob(str(paths.last(Path(pattern))))
+    return list(map(paths.run_of, sorted(checkpoints, key=lambda path: path.stat().st_mtime)))
 
 
 def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
@@ -216,51 +226,26 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
 # --- in the folder ---
 
 
-@contextmanager
-def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
-    """A run, or what goes on, in its folder: `.hydra` holds what it is made with, and `checkpoints/last.ckpt` is what
-    it goes on from. If it is refused before it has saved anything, both are what they were."""
+def record_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the files in a run's `.hydra/`, by name: the config that Hydra has composed now, its own, and
+    the overrides.
+
+    Args:
+        config: what was composed, resolved, as plain containers.
+    """
     hydra = HydraConfig.get()
-    new = {"config.yaml": cfg, "hydra.yaml": {"hydra": hydra}, "overrides.yaml": hydra.overrides.task}
-    files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
-    before = {path: path.read_bytes() for path in files if path.exists()}
-    last, wanted = paths.last(folder), cfg.get("resume")
-    other = bool(wanted) and not slurm.worked_on(folder) and not _same(last, Path(wanted))
-    kept = last.with_name("last.before.ckpt")
-    if other:
-        if last.exists():
-            same_file(last, kept)
-        if Path(wanted).exists():
-            same_file(wanted, last)
-        elif Path(wanted).name != last.name:  # an older checkpoint, on another machine: its copy comes from there
-            last.unlink(missing_ok=True)
-    begun = saved(folder)
-    _write(files)
-    try:
-        yield
-    except refusals:
-        if saved(folder) == begun:
-            _write(before)
-            if other:
-                last.unlink(missing_ok=True)
-                if kept.exists():
-                    kept.rename(last)
-        raise
-    finally:
-        kept.unlink(missing_ok=True)
+    content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, RECORD: hydra.overrides.task}
+    return {name: OmegaConf.to_yaml(each) for name, each in content.items()}
 
 
-def _same(last: Path, wanted: Path) -> bool:
-    return last.exists() and wanted.exists() and last.samefile(wanted)
+def write_record(folder: Path, record: Mapping[str, str]) -> None:
+    """Write the files of a run's `.hydra/`."""
+    for name, text in record.items():
+        with replacing(folder / ".hydra" / name) as file:
+            file.write(text.encode())
 
 
 def saved(folder: Path) -> tuple[int, int] | None:
     """Which file a run's last checkpoint is, and when it was written; None where there is none."""
     last = paths.last(folder)
     return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None
-
-
-def _write(files: Mapping[Path, bytes]) -> None:
-    for path, content in files.items():
-        with replacing(path) as file:
-            file.write(content)

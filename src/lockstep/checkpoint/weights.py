@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, fault, file_of_rank_zero, plain
+from lockstep.checkpoint.io import CheckpointError, fault, plain, whole_file
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
@@ -29,19 +29,12 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     Raises:
         CheckpointError: missing, damaged, without weights, or holding code.
     """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        path = paths.best_in(path) or paths.best(path)
+    path = _file(path)
     if together:
         path = process_group.of_rank_zero(path)
     try:
-        if together:
-            source = file_of_rank_zero(path, _fault)
-        elif wrong := _fault(path):
-            raise CheckpointError(f"{path}: {wrong}")
-        else:
-            source = path
-        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path, "cpu")
+        source = whole_file(path, together, _fault)
+        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
     for name in ("state_dict", "model"):  # Lightning's and timm's; torchvision's
@@ -53,6 +46,21 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     if not tensors:
         raise CheckpointError(f"{key}={path}: it holds no weights by name")
     return tensors
+
+
+def refuse_broken_weights(key: str, path: str | Path) -> None:
+    """Refuse in no time what `read` would refuse of a file that is missing, cut off or holds code.
+
+    Raises:
+        CheckpointError: naming `key`.
+    """
+    if wrong := _fault(path := _file(path), checksums=False):
+        raise CheckpointError(f"{key}={path}: {wrong}")
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path).expanduser()
+    return paths.best_in(path) or paths.best(path) if path.is_dir() else path
 
 
 def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
@@ -153,9 +161,9 @@ def told(key: str, own: int, left: Sequence[str]) -> str:
     return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
 
 
-def _fault(path: Path) -> str:
-    """What is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
-    return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path)
+def _fault(path: Path, checksums: bool = True) -> str:
+    """Return what is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
+    return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path, checksums)
 
 
 def _safe(source: Any, path: Path) -> Any:

@@ -62,8 +62,8 @@ def fitted(config: Config, splits: Splits, folder: Path) -> Config:
 
 def _kept(config: Config, folder: Path) -> Layout | None:
     """The layout with the pieces of the run that goes on; None if there is none, or they don't fit the devices."""
-    last = paths.last(folder)
-    recorded = checkpoint_io.load(last).get("lockstep", {}) if last.exists() else {}
+    start = Path(config.resume) if config.resume else paths.last(folder)
+    recorded = checkpoint_io.load(start).get("lockstep", {}) if start.exists() else {}
     pieces = recorded.get("pieces", 0)
     fits = pieces >= config.layout.num_devices and not config.layout.batch_size % pieces
     return replace(config.layout, pieces=pieces) if fits else None

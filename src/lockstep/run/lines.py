@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lockstep.data import Splits
 from lockstep.data.datasets import Ids, labels_of
 from lockstep.errors import UserError
 from lockstep.run.length import length_of
-from lockstep.text import plural
+from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; a path may be longer
@@ -69,7 +68,7 @@ def start_lines(
         *wrapped(f"data {data}", *data_counts(splits)),
         *wrapped(*step_parts(config), lr),
         *wrapped(f"run {length(config, len(splits.train))}", config.precision, chosen),
-        f"folder {shown(folder)}",
+        f"folder {short_path(folder)}",
     ]
 
 
@@ -77,12 +76,6 @@ def headline(config: Config, splits: Splits, folder: Path) -> str:
     """A run as a text of a dashboard, which adds the learning rate."""
     parts = [*step_parts(config), length(config, len(splits.train)), config.precision]
     return "\n".join([*wrapped(*parts), str(folder)])
-
-
-def shown(path: str | Path) -> str:
-    """A path as short as it can be typed here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def wrapped(*parts: str) -> list[str]:
@@ -159,7 +152,7 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
     """What a completed run leaves behind, and what can be done with it. Nothing of a sweep's job: the sweep tells."""
     if (folder.parent / "multirun.yaml").exists():
         return []
-    run, outputs = shown(folder), shown(config.outputs)
+    run, outputs = short_path(folder), short_path(config.outputs)
     best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
     board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
     look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()

@@ -35,7 +35,7 @@ from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangu
 from lockstep.run.cli import SweepFailed
 from lockstep.run.lock import FolderBusy, locked
 from lockstep.run.summary import conclude, summary_of
-from lockstep.text import duration, plural
+from lockstep.text import duration, plural, short_path, typed
 
 
 @dataclass
@@ -171,8 +171,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 def to_continue(folder: Path) -> str:
     """The line that says how to run the jobs of a sweep that are missing."""
-    program = os.path.relpath(sys.argv[0])
-    return f"to run what is missing: python {program} sweep.resume={os.path.relpath(folder)}"
+    return f"to run what is missing: python {short_path(sys.argv[0])} {typed('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
