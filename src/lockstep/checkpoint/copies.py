@@ -6,12 +6,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import broadcast_bytes, bytes_of, step_of
-from lockstep.files import replacing
-from lockstep.launch.process_group import of_ranks
+from lockstep.checkpoint.io import step_of
+from lockstep.files import write
+from lockstep.launch.process_group import broadcast_file, of_ranks
 
 
 class Copies:
@@ -29,13 +28,13 @@ class Copies:
 
     def send(self, path: Path | None) -> None:
         """Send a file, on rank zero; None: it could not be written."""
-        broadcast_bytes(bytes_of(path) if path else None, 0, self._group)
+        broadcast_file(path, 0, self._group)
 
     def receive(self, path: Path) -> None:
         """Write the next file that rank zero sends."""
-        content = broadcast_bytes(None, 0, self._group)
+        content = broadcast_file(None, 0, self._group)
         if content is not None:
-            _write(path, content)
+            write(path, content)
 
 
 def share_newest(start: Path, ranks: Sequence[int]) -> None:
@@ -55,16 +54,10 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
     if not lacking:
         return
     for path in (paths.best(paths.run_of(start)), start):
-        mine = dist.get_rank() == newest and path.exists()
-        content = broadcast_bytes(bytes_of(path) if mine else None, newest)
+        content = broadcast_file(path if dist.get_rank() == newest and path.exists() else None, newest)
         if dist.get_rank() not in lacking:
             continue
         if content is None:
             path.unlink(missing_ok=True)
         else:
-            _write(path, content)
-
-
-def _write(path: Path, content: Tensor) -> None:
-    with replacing(path) as file:
-        file.write(content.numpy().data)
+            write(path, content)

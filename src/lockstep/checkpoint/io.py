@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint import paths
 from lockstep.errors import UserError
 from lockstep.files import replacing, same_file
-from lockstep.launch.process_group import of_rank_zero
+from lockstep.launch.process_group import broadcast_file, of_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
@@ -134,9 +134,7 @@ def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] 
         raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path
-    content = broadcast_bytes(bytes_of(path) if mine else None, 0)
-    assert content is not None  # rank zero has checked it
-    return io.BytesIO(content.numpy().data)
+    return io.BytesIO(broadcast_file(path if mine else None) or b"")  # rank zero has checked it
 
 
 def step_of(path: Path) -> int:
@@ -145,26 +143,6 @@ def step_of(path: Path) -> int:
         with suppress(Exception):  # a made-up pickle can make torch raise anything
             return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
     return -1
-
-
-def bytes_of(path: Path) -> Tensor:
-    """A file's bytes as a tensor that reads them when they are needed."""
-    return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-
-
-def broadcast_bytes(content: Tensor | None, source: int, group: Any = None) -> Tensor | None:
-    """Return on all ranks of a group the bytes that one of them has; None where it has none.
-
-    Args:
-        content: uint8, one dimension, on the rank `source`; else None.
-    """
-    size = torch.tensor(-1 if content is None else content.numel())
-    dist.broadcast(size, source, group)
-    if size < 0:
-        return None
-    content = torch.empty(int(size), dtype=torch.uint8) if content is None else content
-    dist.broadcast(content, source, group)
-    return content
 
 
 def plain(source: Path | IO[bytes], path: Path) -> Any:

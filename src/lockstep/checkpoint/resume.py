@@ -16,7 +16,7 @@ from lockstep.config import checks
 from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.config.checks import ROOT
 from lockstep.errors import UserError
-from lockstep.files import replacing
+from lockstep.files import write
 from lockstep.launch import slurm
 from lockstep.launch.agreement import agree
 from lockstep.launch.environment import external_workers
@@ -55,44 +55,37 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
             f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
         )
 
-    def found() -> tuple[list[str], str, float]:
+    def find() -> tuple[float, str, list[str]]:
         checkpoint = _find(run, given, flags, config_name)
-        folder = paths.run_of(checkpoint)
-        if not (folder / ".hydra" / "overrides.yaml").exists():
-            raise UserError(
-                f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside"
-            )
-        return _together(folder, given, flags), str(checkpoint), checkpoint.stat().st_mtime
+        return checkpoint.stat().st_mtime, str(checkpoint), _saved(checkpoint, flags)
 
-    saved, checkpoint = _newest_of_ranks(found)
-    together = {key(override): override for override in [*saved, *given]}  # this machine's own `outputs` among them
-    return [*together.values(), *_at_home(Path(checkpoint)), *flags]
+    _, checkpoint, saved = _newest_of_ranks(find)
+    folder = paths.run_of(Path(checkpoint))
+    if not folder.exists():  # another machine's: this one has a folder of the same name in its own `outputs`
+        folder = Path("${outputs}", *folder.parts[-2:])
+    merged = {key(override): override for override in saved}
+    _forget_length(merged, given)
+    merged |= {key(override): override for override in given}
+    merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
+    return [*merged.values(), *flags]
 
 
-def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple[list[str], str]:
-    """What `found` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
+def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:
+    """Return what `find` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
 
     Raises:
         UserError: rank zero's; no rank finds anything.
     """
     try:
-        mine: Any = found()
+        mine: Any = find()
     except UserError as refusal:
         mine = str(refusal)
     everywhere = of_ranks(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
         raise UserError(everywhere[0])
-    saved, checkpoint, _ = max(usable, key=lambda each: each[2])
-    return saved, checkpoint
-
-
-def _at_home(checkpoint: Path) -> list[str]:
-    """The overrides of a run that goes on from a checkpoint, in its folder; on a machine that has no such folder, in
-    one of the same name in its own `outputs`."""
-    folder = paths.run_of(checkpoint)
-    home = quoted(folder if folder.exists() else Path("${outputs}", *folder.parts[-2:]))
-    return [f"resume={quoted(checkpoint)}", f"hydra.run.dir={home}"]
+    newest_of_all: tuple[float, str, list[str]] = max(usable, key=lambda each: each[0])
+    return newest_of_all
 
 
 def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
@@ -150,17 +143,22 @@ def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
-def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The overrides of the run in a folder, and those that are given now, which win."""
-    saved = folder / ".hydra" / RECORD
-    before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
-    if (of_hydra := saved.with_name("hydra.yaml")).exists():
-        before += config_folders(OmegaConf.load(of_hydra), flags)
+def _saved(checkpoint: Path, flags: Sequence[str]) -> list[str]:
+    """Return the overrides of the run that a checkpoint belongs to, with the config folders that it was composed with.
+
+    Raises:
+        UserError: it is not in a run's folder.
+    """
+    record = paths.run_of(checkpoint) / ".hydra"
+    if not (record / RECORD).exists():
+        raise UserError(
+            f"resume={checkpoint}: not in the checkpoints/ of a run folder, with .hydra/ beside: resume=<run folder>"
+        )
+    saved = [str(override) for override in OmegaConf.load(record / RECORD)]
+    if (of_hydra := record / "hydra.yaml").exists():
+        saved += config_folders(OmegaConf.load(of_hydra), flags)
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
-    kept = {key(override): override for override in before if key(override) not in left_out}
-    _forget_length(kept, given)
-    kept |= {key(argument): argument for argument in given}
-    return list(kept.values())
+    return [override for override in saved if key(override) not in left_out]
 
 
 def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
@@ -241,8 +239,7 @@ def record_of(config: Mapping[str, Any]) -> dict[str, str]:
 def write_record(folder: Path, record: Mapping[str, str]) -> None:
     """Write the files of a run's `.hydra/`."""
     for name, text in record.items():
-        with replacing(folder / ".hydra" / name) as file:
-            file.write(text.encode())
+        write(folder / ".hydra" / name, text.encode())
 
 
 def saved(folder: Path) -> tuple[int, int] | None:

@@ -134,28 +134,6 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, str(pattern)) for pattern in patterns)
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
-    from a file, and are among those trained or frozen."""
-
-    trained: int
-    frozen: int
-    fresh: int
-
-
-def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
-    """Return how many parameters of a module are trained, frozen and newly initialised.
-
-    Args:
-        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
-    """
-    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
-    new = set(fresh)
-    trained = sum(size for _, size, trains in sizes if trains)
-    total = sum(size for _, size, _ in sizes)
-    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
-
-
 def told(key: str, own: int, left: Sequence[str]) -> str:
     """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
     return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)

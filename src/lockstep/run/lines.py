@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,7 +14,6 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.first_page import peak_lr
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.weights import parameter_counts
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import Ids, labels_of
@@ -111,6 +110,28 @@ def length(config: Config, samples: int) -> str:
     whole = length_of(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
+    from a file, and are among those trained or frozen."""
+
+    trained: int
+    frozen: int
+    fresh: int
+
+
+def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
+    """Return how many parameters of a module are trained, frozen and newly initialised.
+
+    Args:
+        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
+    """
+    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
+    new = set(fresh)
+    trained = sum(size for _, size, trains in sizes if trains)
+    total = sum(size for _, size, _ in sizes)
+    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
 
 
 def parameters(module: nn.Module, fresh: Iterable[str]) -> str:
