@@ -24,7 +24,7 @@ from lockstep.checkpoint import resume
 from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.resume import overrides, write_record
 from lockstep.checkpoint.resume import sweep_overrides as arguments
-from lockstep.checkpoint.start import RunStart
+from lockstep.checkpoint.start import checkpoint_to_load
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run.api import compose
@@ -366,7 +366,7 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
 
     def start() -> Path:
         environment.cache_clear()
-        return RunStart(tmp_path, str(older), record, [0]).path
+        return checkpoint_to_load(tmp_path, str(older), record)
 
     assert start() == older
     for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):

@@ -22,47 +22,47 @@ from lockstep.launch.process_group import of_rank_zero, of_ranks
 LOG = logging.getLogger("lockstep")
 
 
-class RunStart:
-    """The checkpoint that a run goes on from. Every worker makes one.
+def load_start(
+    folder: Path, resume: str | None, record: Mapping[str, str] | None, ranks: Sequence[int]
+) -> Loaded | None:
+    """Return the checkpoint that a run goes on from, as rank zero has it; None: it begins. All workers call it.
+
+    It is the last one, or the one that the user has named. Where the last one is damaged, and the user has not named
+    it, it is the best one.
 
     Args:
         folder: the run's, on each machine its own.
-        resume: the checkpoint that the user has named, in the run's folder on some machine; None: the last one, if
-            there is one.
+        resume: the checkpoint that the user has named, in the run's folder on some machine.
         record: the texts of the files in `.hydra/` that tell what the run is made of, by name.
         ranks: those that write in the folder, as `ranks_with_folder` returns them.
+
+    Raises:
+        CheckpointError: it can't be used.
     """
+    path, best = checkpoint_to_load(folder, resume, record), paths.best(folder)
+    share_newest(path, ranks)
+    named = resume is not None and not environment().restarts
+    exists, has_best, named = of_rank_zero((path.exists(), best.exists(), named))
+    if not exists and not named:
+        return None
+    try:
+        return Loaded(str(path), checkpoint_io.load(path, together=True))
+    except CheckpointError as error:
+        if named or not has_best:
+            raise
+        LOG.warning("%s; trying what is older", error)
+        return Loaded(str(best), checkpoint_io.load(best, together=True))
 
-    def __init__(self, folder: Path, resume: str | None, record: Mapping[str, str], ranks: Sequence[int]) -> None:
-        self.folder, self.record = folder, record
-        self.path = paths.last(folder)
-        self._named = resume is not None and not environment().restarts
-        if resume is not None and Path(resume).name != self.path.name:
-            # The same command, started again: it has gone back already, and goes on with what it has made since.
-            restarted = environment().restarts or slurm.restarted()
-            again = bool(restarted) and _recorded(folder) == record.get(RECORD)
-            if not any(of_ranks(again)):
-                self.path = self.path.with_name(Path(resume).name)
-        share_newest(self.path, ranks)
 
-    def load(self) -> Loaded | None:
-        """Return the checkpoint as rank zero has it, on all ranks. Where the last one is damaged and the user has not
-        named it, return the best one; where there is none, None.
-
-        Raises:
-            CheckpointError: none can be used.
-        """
-        best = paths.best(self.folder)
-        exists, has_best, named = of_rank_zero((self.path.exists(), best.exists(), self._named))
-        if not exists and not named:
-            return None
-        try:
-            return Loaded(str(self.path), checkpoint_io.load(self.path, together=True))
-        except CheckpointError as error:
-            if named or not has_best:
-                raise
-            LOG.warning("%s; trying what is older", error)
-            return Loaded(str(best), checkpoint_io.load(best, together=True))
+def checkpoint_to_load(folder: Path, resume: str | None, record: Mapping[str, str] | None) -> Path:
+    """Return the path of the checkpoint that a run goes on from, whether it exists or not. All workers call it."""
+    last = paths.last(folder)
+    if resume is None or Path(resume).name == last.name:
+        return last
+    # The same command, started again, has gone back already: it goes on with what it has made since.
+    restarted = bool(environment().restarts) or slurm.restarted()
+    again = restarted and bool(record) and _recorded(folder) == (record or {}).get(RECORD)
+    return last if any(of_ranks(again)) else last.with_name(Path(resume).name)
 
 
 class TakeFolder(Callback):
@@ -70,12 +70,14 @@ class TakeFolder(Callback):
     that the run went on from its last one. Until then the folder is that of the run before.
 
     Args:
-        start: where the run starts.
+        folder: the run's.
+        record: the texts of the files in `.hydra/`, by name.
+        start: the checkpoint that the run goes on from, if there is one.
         writes: whether this rank writes in the folder.
     """
 
-    def __init__(self, start: RunStart, writes: bool) -> None:
-        self._start, self._due = start, writes
+    def __init__(self, folder: Path, record: Mapping[str, str] | None, start: str | None, writes: bool) -> None:
+        self._folder, self._record, self._checkpoint, self._due = folder, record or {}, start, writes
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # Lightning calls what saves later
         if self._due:
@@ -87,9 +89,9 @@ class TakeFolder(Callback):
 
     def _take(self) -> None:
         self._due = False
-        write_record(self._start.folder, self._start.record)
-        if self._start.path.exists():
-            same_file(self._start.path, paths.last(self._start.folder))
+        write_record(self._folder, self._record)
+        if self._checkpoint and Path(self._checkpoint).exists():
+            same_file(self._checkpoint, paths.last(self._folder))
 
 
 def _recorded(folder: Path) -> str:

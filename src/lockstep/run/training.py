@@ -22,7 +22,7 @@ from lockstep.checkpoint import weights
 from lockstep.checkpoint.compatible import must_be_same_data, must_fit, told
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
-from lockstep.checkpoint.start import RunStart, TakeFolder
+from lockstep.checkpoint.start import TakeFolder, load_start
 from lockstep.checkpoint.state import ResumeState
 from lockstep.config.check import Config
 from lockstep.data import Splits
@@ -64,8 +64,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         splits = first_batch(splits, config.layout, config.seed)
 
     ranks = ranks_with_folder(folder)
-    start = RunStart(folder, config.resume, record or {}, ranks)
-    loaded = start.load()
+    loaded = load_start(folder, config.resume, record, ranks)
     checkpoint, resumed = loaded or (None, {})
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
@@ -93,7 +92,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     chosen = fast.describe(module, config.compile is not None)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
-    callbacks += [Preemption(folder), starts, TakeFolder(start, environment().rank in ranks)]
+    callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
         must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
