@@ -29,7 +29,7 @@ from recomputing import Life, first_difference, life, recompute
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.retention import steps_kept
+from lockstep.checkpoint.paths import steps_kept
 from lockstep.config.checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256

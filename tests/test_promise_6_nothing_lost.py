@@ -22,8 +22,9 @@ from plain import scalars
 
 from lockstep.checkpoint import resume
 from lockstep.checkpoint.compatible import differences
-from lockstep.checkpoint.resume import overrides
+from lockstep.checkpoint.resume import overrides, write_record
 from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.checkpoint.start import checkpoint_to_load
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
 from lockstep.run.api import compose
@@ -312,7 +313,72 @@ def test_a_refused_resume_leaves_the_run_as_it_was(run_train: Program) -> None:
     again = run_train(f"resume={first}")
     assert "resumes after step 12\n" in again.stderr
     same_end(again, through)
-    assert not (folder / "checkpoints" / "last.before.ckpt").exists()
+    assert "max_steps" not in (folder / ".hydra" / "overrides.yaml").read_text()
+    run_train(f"resume={first}", "max_epochs=null", "max_steps=12")  # nothing is left to train, and it is taken, too
+    assert (folder / "checkpoints" / "last.ckpt").samefile(first)
+    assert "max_steps=12" in (folder / ".hydra" / "overrides.yaml").read_text()
+
+
+READS = """
+import os, sys, zipfile
+sys.path.insert(0, "src")
+import torch
+from lockstep.run import cli
+from train import train
+
+def counted(kind, function):
+    def call(file, *args, **kwargs):
+        name = os.path.basename(getattr(file, "filename", file))
+        with open(os.environ["READS"], "a") as reads:
+            reads.write(f"{name}: {kind} by the {'parent' if os.getpid() == os.getpgrp() else 'worker'}\\n")
+        return function(file, *args, **kwargs)
+    return call
+
+torch.load = counted("load", torch.load)
+zipfile.ZipFile.testzip = counted("checksums", zipfile.ZipFile.testzip)
+cli.command(train, "train")
+"""
+
+
+def test_a_resumed_run_reads_its_checkpoint_once(finished: Run, tmp_path: Path) -> None:
+    """And what is damaged is refused by name, where the user has named it."""
+    folder, script = tmp_path / "run", tmp_path / "reads.py"
+    shutil.copytree(finished.folder, folder)
+    script.write_text(READS)
+    program, reads = Program(tmp_path / "outputs", str(script)), tmp_path / "reads"
+    program(f"resume={folder}", "max_epochs=2", env={"READS": str(reads)})
+    last = folder / "checkpoints" / "last.ckpt"
+    of_last = [line for line in reads.read_text().splitlines() if line.startswith("last.ckpt")]
+    assert of_last == ["last.ckpt: checksums by the worker", "last.ckpt: load by the worker"]
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    refused = program(f"resume={folder}", "max_epochs=3", env={"READS": str(reads)}, ok=False)
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {last}: the file is damaged: its checksums do not match\n"
+
+
+def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
+    write_record(tmp_path, {"overrides.yaml": "- another=command"})
+
+    def start() -> Path:
+        environment.cache_clear()
+        return checkpoint_to_load(tmp_path, str(older), record)
+
+    assert start() == older
+    for variable in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        with monkeypatch.context() as patched:
+            patched.setenv("SLURM_JOB_ID", "77")
+            patched.setenv(variable, "1")
+            write_record(tmp_path, {"overrides.yaml": "- another=command"})
+            assert start() == older, "it was killed before its first step"
+            write_record(tmp_path, record)
+            assert start() == older.with_name("last.ckpt")
+    assert start() == older, "the user has typed it once more"
+    environment.cache_clear()
 
 
 def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(run_train: Program) -> None:
@@ -369,6 +435,14 @@ def test_the_last_run_is_the_newest_of_those_that_are_meant(tmp_path: Path, monk
     assert meant("data=digits") == runs[0]
     with pytest.raises(UserError, match=r"no run in .*mnist_cnn_mnist has a checkpoint"):
         meant("data=mnist")
+    for folder in (tmp_path / "own", tmp_path):
+        with pytest.raises(UserError, match=rf"^resume={folder}: a folder of runs, not a run: resume={runs[2]} is the"):
+            overrides([f"resume={folder}"], "train")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").rename(tmp_path / "my own")
+    with pytest.raises(UserError, match=r": 'resume=my own/3' is the newest$"):
+        overrides(["resume=my own"], "train")
+    (tmp_path / "my own").rename(tmp_path / "own")
     for variable, value in {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(variable, value)
     environment.cache_clear()  # read once in a process, else

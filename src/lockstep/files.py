@@ -37,6 +37,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise
 
 
+def write(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
+    """Write a file atomically, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(content)
+
+
 def same_file(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Make `path` the file that `source` is now: a hard link, or a copy where the file system has no links."""
     path = Path(path)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def test_a_checkpoint_comes_back_and_is_an_ordinary_one(saved: Path) -> None:
     assert torch.load(saved, weights_only=True)["lockstep"] == {"seed": 0}
     assert zipfile.ZipFile(saved).testzip() is None
     assert os.listdir(saved.parent) == ["last.ckpt"]
+
+
+def test_what_a_worker_has_read_is_handed_over_once(saved: Path) -> None:
+    content = checkpoint_io.load(saved)
+    writer = AtomicCheckpointIO(loaded=checkpoint_io.Loaded(str(saved), content))
+    references = sys.getrefcount(content)
+    assert writer.load_checkpoint(saved) is content
+    assert sys.getrefcount(content) < references, "it is large"
+    assert writer.load_checkpoint(saved) is not content
+    other = AtomicCheckpointIO(loaded=checkpoint_io.Loaded("best.ckpt", content))
+    assert other.load_checkpoint(saved) is not content
 
 
 @pytest.mark.parametrize(

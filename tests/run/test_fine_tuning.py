@@ -21,6 +21,7 @@ from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
+from lockstep.run.lines import parameter_counts
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -231,7 +232,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     begun = weights.begin("init_from", model, str(tmp_path / "bare.pth"))
     frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
-    counted = weights.parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
+    counted = parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
     assert counted == (sum(sizes.values()) - frozen, frozen, logits)
     model.net.logits.requires_grad_(False)
     weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"], ["net.log*"])  # which trains later

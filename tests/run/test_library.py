@@ -3,10 +3,13 @@
 import ast
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program, forked, python, summary_of
+from conftest import ROOT, Program, forked, python, summary_of, wait_for
 
 import lockstep
 from lockstep.errors import UserError
@@ -41,6 +44,51 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lockstep.train(lockstep.compose("data=image_folder", "data_dir=nowhere"))
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.glob("outputs/*"))
+
+
+FAILING = """
+from lockstep import compose, train
+from lockstep.launch.agent import WorkerFailed
+
+try:
+    train(compose(*{job}, "max_epochs=1", "lr=1e30", "scheduler=constant"))
+except WorkerFailed as failed:
+    print("FAILED:", failed, flush=True)
+try:
+    train(compose(*{job}, "max_epochs=100000", "checkpoint_every=20"))
+except KeyboardInterrupt as interrupted:
+    print("INTERRUPTED:", interrupted, flush=True)
+"""
+
+
+def test_failures_and_signals(tmp_path: Path) -> None:
+    job = [*TINY[:-2], "logger=none", f"outputs={tmp_path}"]
+    script, said = tmp_path / "calls.py", tmp_path / "said"
+    script.write_text(FAILING.format(job=job))
+    with said.open("w") as out:
+        process = subprocess.Popen([sys.executable, script], stdout=out, stderr=subprocess.DEVNULL, text=True)
+
+    def runs() -> list[Path]:
+        return sorted(tmp_path.glob("*/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+    wait_for(lambda: "FAILED" in said.read_text(), process)
+    failed = len(runs())
+    wait_for(lambda: len(runs()) > failed, process)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: "INTERRUPTED" in said.read_text(), process)
+    folder = runs()[-1].parent.parent
+    assert summary_of(folder)["status"] == "interrupted"
+    assert process.wait() == 0
+    lines = said.read_text().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"FAILED: .*step \d+: .*(not finite|nan|inf).*", lines[0]), lines
+    assert lines[1] == "INTERRUPTED: interrupted by SIGINT"
+
+
+def test_the_command_ends_with_the_process_that_called_it() -> None:
+    """Linux ends it when that process is killed; here that is gone already."""
+    calls = "import os; os.environ['LOCKSTEP_PARENT'] = '1'; from lockstep.run import cli; cli.command(print, 'train')"
+    assert python(calls).returncode == -signal.SIGKILL
 
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
 from lockstep.step.lightning_quirks import validates
@@ -31,7 +32,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "checkpoints" / "last.ckpt"
+        self._path = paths.last(folder)
         self._agreed: list[int] = []  # the signals that all ranks know of, until they are answered
         self._own: int = signal.SIGTERM  # the ending signal that this rank got, if it did
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved

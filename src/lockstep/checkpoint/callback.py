@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
+from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
@@ -55,7 +56,7 @@ class Checkpoint(LightningCheckpoint):
         self.best_score: float | None = None
         self.seconds = 0.0
         self.saved = -1
-        self._last, self._best = (Path(folder) / "checkpoints" / name for name in ("last.ckpt", "best.ckpt"))
+        self._last, self._best = paths.last(Path(folder)), paths.best(Path(folder))
         self._every = every
         self.monitor = monitor
         self.mode = mode
@@ -96,7 +97,7 @@ class Checkpoint(LightningCheckpoint):
         if _writes(trainer) and source is not None and step == self._best_step and Path(source).exists():
             same_file(source, self._best)
         if not trainer.strategy.broadcast(self._best.exists()):  # better a new best than one that nobody has
-            log.warning("best.ckpt of the run before is not beside %s: the best starts anew", source)
+            log.warning("%s of the run before is not beside %s: the best starts anew", self._best.name, source)
             self.best_score, self._best_step = None, -1
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:

@@ -1,58 +1,16 @@
-"""Where a worker goes on, what must fit there, and what a user should know of it."""
+"""What must fit a checkpoint that a run goes on from, and what a user should know of it."""
 
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.retention import steps_kept
 from lockstep.config.check import Config
 from lockstep.config.checks import show
 from lockstep.data import Splits
 from lockstep.errors import UserError
-from lockstep.files import same_file
-from lockstep.launch.endings import WorkerFailed
-from lockstep.launch.process_group import of_rank_zero
 from lockstep.text import join_names
 
 # Options of a data set that change what is done to its samples, and not which they are.
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
-LOG = logging.getLogger("lockstep")
-
-
-def checkpoint_in(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The checkpoint that the run in a folder goes on from, and what it holds: its last one, where that is damaged its
-    best one; None where there is none. Every worker calls it, and gets what rank zero finds.
-
-    Raises:
-        CheckpointError: both are damaged.
-    """
-    last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-    there = of_rank_zero([last.exists(), best.exists()])
-    if not there[0]:
-        return None, {}
-    try:
-        return str(last), checkpoint_io.load_together(last)
-    except CheckpointError as error:
-        if not there[1]:
-            raise
-        LOG.warning("%s; trying what is older", error)
-        return str(best), checkpoint_io.load_together(best)
-
-
-def go_back(folder: Path, fault: WorkerFailed) -> None:
-    """Makes a run's last checkpoint the newest one of those kept that a device's fault has not spoilt.
-
-    Raises:
-        WorkerFailed: the fault; there is none.
-    """
-    last = folder / "checkpoints" / "last.ckpt"
-    for path in (last, *reversed(steps_kept(last.parent).values())):
-        if checkpoint_io.load(path)["global_step"] <= fault.right:
-            return same_file(path, last)
-    raise fault
 
 
 def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:

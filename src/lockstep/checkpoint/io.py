@@ -9,8 +9,9 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -19,12 +20,11 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lockstep.checkpoint.retention import keep
-from lockstep.checkpoint.untrusted import archive_fault, claim_fault
+from lockstep.checkpoint import paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
-from lockstep.files import replacing
-from lockstep.launch.process_group import of_rank_zero
+from lockstep.files import replacing, same_file
+from lockstep.launch.process_group import broadcast_file, of_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
@@ -50,91 +50,114 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             raise CheckpointError(f"{path}: not saved, loading it would run code: it holds {code}, not only data")
 
 
-def load(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
-
-    Raises:
-        CheckpointError: missing, cut off, damaged, of another kind, or holding code.
-    """
-    path = Path(path)
-    if wrong := fault(path):
-        raise CheckpointError(f"{path}: {wrong}")
-    return _loaded(path, path, map_location)
-
-
-def load_together(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """As `load`, on all ranks: rank zero reads the file, and the others, who may have no such file, get its bytes.
-
-    Raises:
-        CheckpointError: on all ranks.
-    """
-    path = Path(path)
-    return _loaded(file_of_rank_zero(path, fault), path, map_location)
-
-
-def file_of_rank_zero(path: Path, check: Callable[[Path], str]) -> Path | IO[bytes]:
-    """A file as all ranks can read it: rank zero's bytes; where there are no ranks, the file itself.
+def fault(path: Path, checksums: bool = True) -> str:
+    """Return what is wrong with a file, without loading it; empty: nothing.
 
     Args:
-        check: says what is wrong with the file, without loading it; rank zero asks.
+        checksums: whether to read all of it. Without, a file that is cut off or holds code is found in no time, and
+            one with flipped bits is not.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would never end, a device has no end
+        return "not a file"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(part.file_size for part in archive.infolist()) > path.stat().st_size:  # torch.save does not pack
+                return "refused, its parts are said to be larger than the file"
+            whole = not checksums or archive.testzip() is None
+    except FileNotFoundError:
+        return "no such file"
+    except zipfile.BadZipFile:
+        return "the file is cut off, or none that torch.save wrote"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    except Exception:  # struct.error, zlib.error, RuntimeError: whatever the damage leads to
+        whole = False
+    if not whole:
+        return "the file is damaged: its checksums do not match"
+    code = _code(path)
+    return f"refused, it holds code, not only data: {code}" if code else ""
+
+
+def _code(path: str | Path | IO[bytes]) -> str:
+    """Names of the functions and classes in a checkpoint's pickle that plain data does not need; nothing is run."""
+    try:
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
+    except Exception:
+        return ""  # not even a pickle that torch can read: `torch.load` says what it is
+
+
+def refuse_broken(path: Path) -> None:
+    """Refuse a file that is missing, cut off or holds code, in no time.
 
     Raises:
-        CheckpointError: something is; on all ranks.
+        CheckpointError: naming it.
     """
-    ranks = dist.is_available() and dist.is_initialized()
+    if wrong := fault(path, checksums=False):
+        raise CheckpointError(f"{path}: {wrong}")
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that has been read."""
+
+    path: str
+    content: dict[str, Any]
+
+
+def load(path: str | os.PathLike[str], together: bool = False) -> dict[str, Any]:
+    """Read a checkpoint of Lockstep's or Lightning's with `weights_only=True`, whatever the environment says.
+
+    Args:
+        together: all ranks call it: rank zero reads the file, and the others, who may have no such file, get its bytes.
+
+    Raises:
+        CheckpointError: missing, cut off, damaged, of another kind, or holding code; `together`, on all ranks.
+    """
+    path = Path(path)
+    checkpoint = plain(whole_file(path, together), path)
+    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
+        raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
+    return checkpoint
+
+
+def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] = fault) -> Path | IO[bytes]:
+    """Return what a file is read from, after a check: the file itself; `together`, on all ranks, rank zero's bytes.
+
+    Args:
+        check: returns what is wrong with the file; empty: nothing.
+
+    Raises:
+        CheckpointError: something is wrong; `together`, on all ranks.
+    """
+    ranks = together and dist.is_available() and dist.is_initialized()
     mine = not ranks or dist.get_rank() == 0
-    wrong = of_rank_zero(check(path) if mine else "")
-    if wrong:
+    wrong = check(path) if mine else ""
+    if wrong := of_rank_zero(wrong) if ranks else wrong:
         raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path
-    content = broadcast_bytes(bytes_of(path) if mine else None, 0)
-    assert content is not None  # rank zero has looked at it
-    return io.BytesIO(content.numpy().data)
+    return io.BytesIO(broadcast_file(path if mine else None) or b"")  # rank zero has checked it
 
 
-def bytes_of(path: Path) -> Tensor:
-    """A file's bytes as a tensor that reads them when they are needed."""
-    return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+def step_of(path: Path) -> int:
+    """Return the optimizer step after which a checkpoint was saved; -1: there is none that can be used."""
+    if path.exists() and not fault(path):
+        with suppress(Exception):  # a made-up pickle can make torch raise anything
+            return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+    return -1
 
 
-def broadcast_bytes(content: Tensor | None, source: int, group: Any = None) -> Tensor | None:
-    """Return on all ranks of a group the bytes that one of them has; None where it has none.
-
-    Args:
-        content: uint8, one dimension, on the rank `source`; else None.
-    """
-    size = torch.tensor(-1 if content is None else content.numel())
-    dist.broadcast(size, source, group)
-    if size < 0:
-        return None
-    content = torch.empty(int(size), dtype=torch.uint8) if content is None else content
-    dist.broadcast(content, source, group)
-    return content
-
-
-def plain(source: Path | IO[bytes], path: Path, map_location: Any) -> Any:
-    """What torch.save wrote, with `weights_only=True`.
+def plain(source: Path | IO[bytes], path: Path) -> Any:
+    """Return what torch.save wrote, read with `weights_only=True`, on the CPU.
 
     Raises:
         CheckpointError: naming `path`.
     """
     try:
-        found = torch.load(source, map_location=map_location, weights_only=True)
+        return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
         said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice is before it
         reason = (said or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
-    if wrong := claim_fault(found):
-        raise CheckpointError(f"{path}: {wrong}")
-    return found
-
-
-def _loaded(source: Path | IO[bytes], path: Path, map_location: Any) -> dict[str, Any]:
-    checkpoint = plain(source, path, map_location)
-    if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
-        raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
-    return checkpoint
 
 
 def is_plain(value: Any) -> bool:
@@ -175,12 +198,17 @@ class AtomicCheckpointIO(CheckpointIO):
         observers: see each checkpoint, in the thread that writes it.
         number: checkpoints that are kept besides (see `keep`).
         copies: what sends files to the machines that keep copies of them, if there are any.
+        loaded: the checkpoint that the run goes on from: the first `load_checkpoint` of its path returns it.
     """
 
     def __init__(
-        self, observers: Sequence[CheckpointObserver] = (), number: int = 0, copies: Sender | None = None
+        self,
+        observers: Sequence[CheckpointObserver] = (),
+        number: int = 0,
+        copies: Sender | None = None,
+        loaded: Loaded | None = None,
     ) -> None:
-        self._observers, self._number, self._copies = observers, number, copies
+        self._observers, self._number, self._copies, self._loaded = observers, number, copies, loaded
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: list[Future[None]] = []
         self._not_plain: list[str] | None = None  # hyperparameters that are left out
@@ -241,7 +269,8 @@ class AtomicCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        checkpoint = load_together(path, map_location)
+        loaded, self._loaded = self._loaded, None  # it is large: nothing refers to it once the run has begun
+        checkpoint = loaded.content if loaded and loaded.path == str(path) else load(path, together=True)
         self.loaded_step = checkpoint.get("global_step")
         return checkpoint
 
@@ -252,39 +281,18 @@ class AtomicCheckpointIO(CheckpointIO):
         self.wait()
 
 
+def keep(last: Path, step: int, number: int) -> None:
+    """Give `last`, saved after `step`, a second name that stays. Keep the `number` newest of these, all if it is -1;
+    remove those of later steps, which a run that has gone back behind them makes again."""
+    same_file(last, paths.of_step(last.parent, step))
+    kept = paths.steps_kept(last.parent)
+    upto = [each for each in kept if each <= step]
+    for removed in kept.keys() - set(upto if number < 0 else upto[-number:]):
+        kept[removed].unlink()
+
+
 def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:
     """The checkpoint file that an evaluation has taken its weights from (None: they are those of the training that has
     just ended), and the optimizer step after which they were saved."""
     path = trainer.ckpt_path
     return (None, trainer.global_step) if path is None else (str(path), trainer.strategy.checkpoint_io.loaded_step)
-
-
-def fault(path: Path) -> str:
-    """What is wrong with a file, without loading it."""
-    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would never end, a device has no end
-        return "not a file"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if wrong := archive_fault(archive, path.stat().st_size):
-                return wrong
-            whole = archive.testzip() is None
-    except FileNotFoundError:
-        return "no such file"
-    except zipfile.BadZipFile:
-        return "the file is cut off, or none that torch.save wrote"
-    except OSError as error:
-        return f"can't be read ({error.strerror})"
-    except Exception:  # struct.error, zlib.error, RuntimeError: whatever the damage leads to
-        whole = False
-    if not whole:
-        return "the file is damaged: its checksums do not match"
-    code = _code(path)
-    return f"refused, it holds code, not only data: {code}" if code else ""
-
-
-def _code(path: str | Path | IO[bytes]) -> str:
-    """Names of the functions and classes in a checkpoint's pickle that plain data does not need; nothing is run."""
-    try:
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path)))
-    except Exception:
-        return ""  # not even a pickle that torch can read: `torch.load` says what it is

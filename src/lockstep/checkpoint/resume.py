@@ -1,10 +1,9 @@
 """`resume=` finds a run's folder, and the run goes on there with its own config; what the command line says wins. A run
-is its folder: its workers go on from the last.ckpt that they find in it (run/continuation.py). `sweep.resume=` does the
+is its folder: its workers go on from the last.ckpt that they find in it (start.py). `sweep.resume=` does the
 same for the jobs of a sweep."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,21 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.checkpoint import paths
 from lockstep.config import checks
 from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
 from lockstep.config.checks import ROOT
 from lockstep.errors import UserError
-from lockstep.files import replacing, same_file
+from lockstep.files import write
 from lockstep.launch import slurm
 from lockstep.launch.agreement import agree
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import of_ranks
+from lockstep.text import typed
 
 MULTIRUN = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
+RECORD = "overrides.yaml"  # in .hydra/
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
@@ -53,44 +55,37 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
             f"resume={run}: only train.py goes on with a run; evaluate, predict and export take checkpoint="
         )
 
-    def found() -> tuple[list[str], str, float]:
+    def find() -> tuple[float, str, list[str]]:
         checkpoint = _find(run, given, flags, config_name)
-        folder = checkpoint.parent.parent
-        if not (folder / ".hydra" / "overrides.yaml").exists():
-            raise UserError(
-                f"resume={run}: {checkpoint} is not in the checkpoints/ of a run folder, with .hydra/ beside"
-            )
-        return _together(folder, given, flags), str(checkpoint), checkpoint.stat().st_mtime
+        return checkpoint.stat().st_mtime, str(checkpoint), _saved(checkpoint, flags)
 
-    saved, checkpoint = _newest_of_ranks(found)
-    together = {key(override): override for override in [*saved, *given]}  # this machine's own `outputs` among them
-    return [*together.values(), *_at_home(Path(checkpoint)), *flags]
+    _, checkpoint, saved = _newest_of_ranks(find)
+    folder = paths.run_of(Path(checkpoint))
+    if not folder.exists():  # another machine's: this one has a folder of the same name in its own `outputs`
+        folder = Path("${outputs}", *folder.parts[-2:])
+    merged = {key(override): override for override in saved}
+    _forget_length(merged, given)
+    merged |= {key(override): override for override in given}
+    merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
+    return [*merged.values(), *flags]
 
 
-def _newest_of_ranks(found: Callable[[], tuple[list[str], str, float]]) -> tuple[list[str], str]:
-    """What `found` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
+def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:
+    """Return what `find` returns where the checkpoint is the newest: machines may each have copies, and rank zero none.
 
     Raises:
         UserError: rank zero's; no rank finds anything.
     """
     try:
-        mine: Any = found()
+        mine: Any = find()
     except UserError as refusal:
         mine = str(refusal)
     everywhere = of_ranks(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
         raise UserError(everywhere[0])
-    saved, checkpoint, _ = max(usable, key=lambda each: each[2])
-    return saved, checkpoint
-
-
-def _at_home(checkpoint: Path) -> list[str]:
-    """The overrides of a run that goes on from a checkpoint, in its folder; on a machine that has no such folder, in
-    one of the same name in its own `outputs`."""
-    folder = checkpoint.parent.parent
-    home = quoted(folder if folder.exists() else Path("${outputs}", *folder.parts[-2:]))
-    return [f"resume={quoted(checkpoint)}", f"hydra.run.dir={home}"]
+    newest_of_all: tuple[float, str, list[str]] = max(usable, key=lambda each: each[0])
+    return newest_of_all
 
 
 def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
@@ -148,17 +143,22 @@ def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
-def _together(folder: Path, given: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The overrides of the run in a folder, and those that are given now, which win."""
-    saved = folder / ".hydra" / "overrides.yaml"
-    before = [str(override) for override in OmegaConf.load(saved)] if saved.exists() else []
-    if (of_hydra := saved.with_name("hydra.yaml")).exists():
-        before += config_folders(OmegaConf.load(of_hydra), flags)
+def _saved(checkpoint: Path, flags: Sequence[str]) -> list[str]:
+    """Return the overrides of the run that a checkpoint belongs to, with the config folders that it was composed with.
+
+    Raises:
+        UserError: it is not in a run's folder.
+    """
+    record = paths.run_of(checkpoint) / ".hydra"
+    if not (record / RECORD).exists():
+        raise UserError(
+            f"resume={checkpoint}: not in the checkpoints/ of a run folder, with .hydra/ beside: resume=<run folder>"
+        )
+    saved = [str(override) for override in OmegaConf.load(record / RECORD)]
+    if (of_hydra := record / "hydra.yaml").exists():
+        saved += config_folders(OmegaConf.load(of_hydra), flags)
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
-    kept = {key(override): override for override in before if key(override) not in left_out}
-    _forget_length(kept, given)
-    kept |= {key(argument): argument for argument in given}
-    return list(kept.values())
+    return [override for override in saved if key(override) not in left_out]
 
 
 def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
@@ -178,7 +178,11 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
         wanted = str(newest("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
-        path = path / "checkpoints" / "last.ckpt"
+        if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
+            raise UserError(
+                f"resume={wanted}: a folder of runs, not a run: {typed('resume', runs_below[-1])} is the newest"
+            )
+        path = paths.last(path)
     if not path.exists():
         raise UserError(f"resume={wanted}: there is no {path}")
     return path
@@ -193,11 +197,16 @@ def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
     Raises:
         UserError: none has a checkpoint.
     """
-    found = sorted(runs.glob(f"{runs_of}/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    folders = _runs_in(runs, runs_of)
+    if not folders:
         raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
-    folders = [path.parent.parent for path in found]
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
+
+
+def _runs_in(folder: Path, pattern: str) -> list[Path]:
+    """The runs with a checkpoint that match a pattern in a folder; the one that was saved last is the last."""
+    checkpoints = folder.glob(str(paths.last(Path(pattern))))
+    return list(map(paths.run_of, sorted(checkpoints, key=lambda path: path.stat().st_mtime)))
 
 
 def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
@@ -215,51 +224,25 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
 # --- in the folder ---
 
 
-@contextmanager
-def recorded(cfg: DictConfig, folder: Path, refusals: tuple[type[Exception], ...]) -> Iterator[None]:
-    """A run, or what goes on, in its folder: `.hydra` holds what it is made with, and `checkpoints/last.ckpt` is what
-    it goes on from. If it is refused before it has saved anything, both are what they were."""
+def record_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the files in a run's `.hydra/`, by name: the config that Hydra has composed now, its own, and
+    the overrides.
+
+    Args:
+        config: what was composed, resolved, as plain containers.
+    """
     hydra = HydraConfig.get()
-    new = {"config.yaml": cfg, "hydra.yaml": {"hydra": hydra}, "overrides.yaml": hydra.overrides.task}
-    files = {folder / ".hydra" / name: OmegaConf.to_yaml(content).encode() for name, content in new.items()}
-    before = {path: path.read_bytes() for path in files if path.exists()}
-    last, wanted = folder / "checkpoints" / "last.ckpt", cfg.get("resume")
-    other = bool(wanted) and not slurm.worked_on(folder) and not _same(last, Path(wanted))
-    kept = last.with_name("last.before.ckpt")
-    if other:
-        if last.exists():
-            same_file(last, kept)
-        if Path(wanted).exists():
-            same_file(wanted, last)
-        elif Path(wanted).name != last.name:  # an older checkpoint, on another machine: its copy comes from there
-            last.unlink(missing_ok=True)
-    begun = saved(folder)
-    _write(files)
-    try:
-        yield
-    except refusals:
-        if saved(folder) == begun:
-            _write(before)
-            if other:
-                last.unlink(missing_ok=True)
-                if kept.exists():
-                    kept.rename(last)
-        raise
-    finally:
-        kept.unlink(missing_ok=True)
+    content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, RECORD: hydra.overrides.task}
+    return {name: OmegaConf.to_yaml(each) for name, each in content.items()}
 
 
-def _same(last: Path, wanted: Path) -> bool:
-    return last.exists() and wanted.exists() and last.samefile(wanted)
+def write_record(folder: Path, record: Mapping[str, str]) -> None:
+    """Write the files of a run's `.hydra/`."""
+    for name, text in record.items():
+        write(folder / ".hydra" / name, text.encode())
 
 
 def saved(folder: Path) -> tuple[int, int] | None:
     """Which file a run's last checkpoint is, and when it was written; None where there is none."""
-    last = folder / "checkpoints" / "last.ckpt"
+    last = paths.last(folder)
     return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None
-
-
-def _write(files: Mapping[Path, bytes]) -> None:
-    for path, content in files.items():
-        with replacing(path) as file:
-            file.write(content)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from lockstep.checkpoint.io import CheckpointError, fault, file_of_rank_zero, plain
+from lockstep.checkpoint import paths
+from lockstep.checkpoint.io import CheckpointError, fault, plain, whole_file
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
@@ -28,19 +29,12 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     Raises:
         CheckpointError: missing, damaged, without weights, or holding code.
     """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        path = best_in(path) or path / "checkpoints" / "best.ckpt"
+    path = _file(path)
     if together:
         path = process_group.of_rank_zero(path)
     try:
-        if together:
-            source = file_of_rank_zero(path, _fault)
-        elif wrong := _fault(path):
-            raise CheckpointError(f"{path}: {wrong}")
-        else:
-            source = path
-        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path, "cpu")
+        source = whole_file(path, together, _fault)
+        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
     for name in ("state_dict", "model"):  # Lightning's and timm's; torchvision's
@@ -54,10 +48,19 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     return tensors
 
 
-def best_in(folder: Path) -> Path | None:
-    """The best checkpoint of a run, or of its `checkpoints`; else the last; None where there is neither."""
-    names = ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "best.ckpt", "last.ckpt")
-    return next((folder / name for name in names if (folder / name).exists()), None)
+def refuse_broken_weights(key: str, path: str | Path) -> None:
+    """Refuse in no time what `read` would refuse of a file that is missing, cut off or holds code.
+
+    Raises:
+        CheckpointError: naming `key`.
+    """
+    if wrong := _fault(path := _file(path), checksums=False):
+        raise CheckpointError(f"{key}={path}: {wrong}")
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path).expanduser()
+    return paths.best_in(path) or paths.best(path) if path.is_dir() else path
 
 
 def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
@@ -131,36 +134,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, str(pattern)) for pattern in patterns)
 
 
-class ParameterCounts(NamedTuple):
-    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
-    from a file, and are among those trained or frozen."""
-
-    trained: int
-    frozen: int
-    fresh: int
-
-
-def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
-    """Return how many parameters of a module are trained, frozen and newly initialised.
-
-    Args:
-        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
-    """
-    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
-    new = set(fresh)
-    trained = sum(size for _, size, trains in sizes if trains)
-    total = sum(size for _, size, _ in sizes)
-    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
-
-
 def told(key: str, own: int, left: Sequence[str]) -> str:
     """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
     return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
 
 
-def _fault(path: Path) -> str:
-    """What is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
-    return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path)
+def _fault(path: Path, checksums: bool = True) -> str:
+    """Return what is wrong with a file, without loading it; one that is no zip file may be torch's older format."""
+    return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path, checksums)
 
 
 def _safe(source: Any, path: Path) -> Any:

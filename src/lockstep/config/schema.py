@@ -92,18 +92,15 @@ class Scheduler(TypedDict, total=False):
     strict: Flag
 
 
-Finite: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
-
-
 @with_config(OURS)
 class SpecRecord(TypedDict):
-    """What a checkpoint says of its images; no more than images may be."""
+    """What a checkpoint records of its images."""
 
-    channels: Annotated[int, Field(strict=True, ge=1, le=16)]
-    image_size: Annotated[int, Field(strict=True, ge=1, le=4096)]
-    classes: Annotated[list[str] | tuple[str, ...], Field(min_length=1, max_length=1 << 20)]
-    mean: Annotated[list[Finite] | tuple[Finite, ...], Field(max_length=16)]
-    std: Annotated[list[Finite] | tuple[Finite, ...], Field(max_length=16)]
+    channels: Whole
+    image_size: Whole
+    classes: list[str] | tuple[str, ...]
+    mean: list[float] | tuple[float, ...]
+    std: list[float] | tuple[float, ...]
 
 
 # Arguments of Lightning's Trainer that no other key sets: the step, the layout and the run's length have their own.

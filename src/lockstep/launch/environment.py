@@ -22,6 +22,7 @@ from lockstep.errors import UserError
 
 # Our own variables, for the processes that this one starts.
 STARTED = "LOCKSTEP_STARTED"  # `time.time()` when the command, or a sweep's job, began
+PARENT = "LOCKSTEP_PARENT"  # the process that has started the command from Python, and without which it ends
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # the engine, in a worker whose place has been written in torchrun's variables
 SCRATCH = "LOCKSTEP_SCRATCH"  # the folder of what its processes keep for a moment: lockstep.launch.scratch
 

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
@@ -326,3 +327,22 @@ def of_ranks(value: T) -> list[T]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast_file(path: Path | None, source: int = 0, group: Any = None) -> memoryview | None:
+    """Return on all ranks of a group the bytes of a file that one of them has; None where it has none.
+
+    Args:
+        path: the file, on the rank `source`; else None.
+    """
+    import torch
+    import torch.distributed as dist
+
+    mine = None if path is None else torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+    size = torch.tensor(-1 if mine is None else mine.numel())
+    dist.broadcast(size, source, group)
+    if size < 0:
+        return None
+    content = torch.empty(int(size), dtype=torch.uint8) if mine is None else mine
+    dist.broadcast(content, source, group)
+    return content.numpy().data

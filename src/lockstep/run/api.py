@@ -1,32 +1,29 @@
-"""Training from Python: what `src/train.py` does, without leaving the process. It is done in a process of its own: that
-one has computed nothing, so that its workers may be forked, and they run neither a script nor a notebook again."""
+"""Training from Python: `src/train.py` in a process of its own. That one has computed nothing, so that its workers may
+be forked, and they run neither a script nor a notebook again. Workers that an engine has started train themselves."""
 
 import os
 import signal
 import subprocess
 import sys
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
-from lockstep import began
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import keyed, quoted
 from lockstep.config.checks import ROOT, show
 from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed
-from lockstep.launch.environment import STARTED, environment, export, external_workers
-from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
+from lockstep.launch.environment import PARENT, environment, external_workers
+from lockstep.launch.signals import ENDING, handling
 from lockstep.run import cli, supervisor
+from lockstep.run.summary import summary_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
-PROGRAM = "from lockstep.run import library; library._run()"
 
 
 class Composed(dict[str, Any]):
@@ -52,11 +49,24 @@ def compose(*overrides: str) -> Composed:
     Raises:
         UserError: an override that does not fit conf/.
     """
+    return Composed(_composed(overrides)[0], overrides)
+
+
+def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
+    """The config as plain containers; the arguments of the command that trains with it, in which `resume=` is what it
+    stands for; `for_command`, the folder of that run, which they name too."""
     try:
+        cli.register_folder()
         task = resume.overrides(keyed(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            cfg = hydra_compose("train", overrides=task)
-        return Composed(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), overrides)
+            cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
+        folder = ""
+        if for_command:
+            folder = str(cfg.hydra.run.dir)
+            task = [*task, f"hydra.run.dir={quoted(folder)}"]
+        with open_dict(cfg):
+            del cfg["hydra"]
+        return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), task, folder
     except UserError:
         raise
     except cli.BAD_INPUT as error:
@@ -75,29 +85,36 @@ def train(config: Composed) -> dict[str, Any]:
     environment.cache_clear()  # a process group may have been made since
     if not isinstance(config, Composed):
         raise UserError("train() takes what compose() returns")
-    now = compose(*config.overrides)
+    in_place = external_workers() > 0
+    now, arguments, folder = _composed(config.overrides, for_command=not in_place)
     if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
         raise UserError(f"{changed[0]} was changed after compose(): give it there, as on the command line")
-    if external_workers():
-        return _train_in_place(config)
-    answers, answer = Pipe(duplex=False)
-    command = [sys.executable, "-c", PROGRAM, str(answer.fileno()), str(os.getpid()), *config.overrides]
+    return _train_in_place(config) if in_place else _train_in_process(arguments, folder)
+
+
+def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
+    """As `train`, by the command itself, in a process that has computed nothing; what it prints is printed here."""
     path = os.pathsep.join(filter(None, sys.path))  # what this process can import
     process = subprocess.Popen(
-        command,
+        [sys.executable, str(ROOT / "src" / "train.py"), *arguments],
         stdin=subprocess.DEVNULL,
-        pass_fds=[answer.fileno()],
-        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "PYTHONPATH": path, PARENT: str(os.getpid())},
         start_new_session=True,  # a Ctrl-C is for this process, which passes it on
     )
-    answer.close()
+    ending = ""
     with handling(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
-        try:
-            code, said, summary = answers.recv()
-        except EOFError:
-            raise WorkerFailed("the run's process was killed") from None
-    _raise_for(code, said)
-    return dict(summary)
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            if line.startswith(("error: ", "interrupted by ")):
+                ending = line.rstrip()
+    if process.returncode < 0:
+        raise WorkerFailed(f"the run's process was killed by {signal.Signals(-process.returncode).name}")
+    _raise_for(process.returncode, ending)
+    return {**summary_of(Path(folder)), "folder": folder}
 
 
 def _train_in_place(config: Composed) -> dict[str, Any]:
@@ -127,19 +144,3 @@ def _raise_for(code: int, line: str) -> None:
         raise KeyboardInterrupt(line)
     if code:
         raise WorkerFailed(line.removeprefix("error: "))
-
-
-def _run() -> None:
-    """The run's own process."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
-    export(**{STARTED: str(began)})
-    import_quickly()
-    answer, parent = Connection(int(sys.argv.pop(1))), int(sys.argv.pop(1))
-    set_parent_death_signal(parent)
-    summary: dict[str, Any] = {}
-
-    def job(raw: dict[str, Any], folder: Path) -> None:
-        summary.update(supervisor.train(raw, folder), folder=str(folder))
-
-    answer.send((*cli.run(job, "train"), summary))
-    leave(0)

@@ -1,6 +1,5 @@
 """Builds what a worker needs from a checked config: module, data, callbacks, Trainer."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -8,12 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 
 from lockstep.callbacks.monitors import MonitorCheck
-from lockstep.checkpoint.io import AtomicCheckpointIO, Sender
-from lockstep.checkpoint.untrusted import OFTEN, SLACK
+from lockstep.checkpoint.io import AtomicCheckpointIO, Loaded, Sender
 from lockstep.config.check import Config
 from lockstep.config.extras import CheckpointObserver, RunParts
 from lockstep.config.instantiate import call, instantiate, parameters
@@ -53,35 +50,10 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
     held = (config.checkpoint or config.resume) and brought
     options = {**config.model, **brought} if held else config.model
-    if config.checkpoint:
-        _must_be_as_small(config, splits, options)
     module = _module(config, splits, options)
     if held and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
-
-
-def _must_be_as_small(config: Config, splits: Splits, options: dict[str, Any]) -> None:
-    """Compares the model that a checkpoint's config asks for, of which nothing is stored yet, with the file.
-
-    Raises:
-        UserError: it is many times as large.
-    """
-    file = Path(str(config.checkpoint))
-    if not file.exists():  # it is on another machine
-        return
-    try:
-        with torch.device("meta"):
-            module = _module(config, splits, options)
-    except UserError:
-        raise
-    except Exception:  # not every module can be made of nothing
-        return
-    tensors = [value for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
-    size = sum(value.numel() * value.element_size() for value in tensors)
-    there = os.path.getsize(file)
-    if module.strict_loading and size > OFTEN * there + SLACK:
-        raise UserError(f"{file}: has {there:,} bytes, and its config asks for a model of {size:,}")
 
 
 def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.LightningModule:
@@ -166,13 +138,14 @@ def make_trainer(
     config: Config,
     folder: Path,
     callbacks: list[pl.Callback],
-    step: int = 0,
+    loaded: Loaded | None = None,
     copies: Sender | None = None,
     parts: RunParts | None = None,
 ) -> StepTrainer:
-    """Lightning's Trainer on the config's layout, with steps made of pieces; a resumed run has made `step` of them.
+    """Lightning's Trainer on the config's layout, with steps made of pieces.
 
     Args:
+        loaded: what a resumed run continues from.
         parts: what extras are given; None: an evaluation, in which they take no part.
     """
     layout = config.layout
@@ -208,9 +181,9 @@ def make_trainer(
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None if config.val_every else 1,
         log_every_n_steps=config.log_every,
-        logger=make_loggers(config, folder, step),
+        logger=make_loggers(config, folder, loaded.content.get("global_step", 0) if loaded else 0),
         callbacks=[*callbacks, EagerEvaluation()] if config.compile else callbacks,
-        plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies)],
+        plugins=[AtomicCheckpointIO(observers, config.checkpoint_keep, copies, loaded)],
         num_sanity_val_steps=0,  # see MonitorCheck
         enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
         enable_progress_bar=False,

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
-from lockstep.checkpoint import resume
+from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, checks
 from lockstep.config.arguments import keyed
 from lockstep.config.checks import ROOT, run_name
@@ -30,12 +30,13 @@ from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.agreement import agree, forget_agreed, ranks_with_folder
 from lockstep.launch.endings import users_line
-from lockstep.launch.environment import STARTED, environment, export, external_workers, refuse_unread
+from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
 from lockstep.launch.interpreter import import_quickly, leave
 from lockstep.launch.process_group import join_external, rank_zero_ends_with
-from lockstep.launch.signals import ENDING, Interrupted
+from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import conclude, summary_of
+from lockstep.text import typed
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
@@ -57,6 +58,8 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     Args:
         pages: the folder of `config_name`, for `--help`. Hydra's search path holds it if it is not conf/.
     """
+    if parent := os.environ.pop(PARENT, None):
+        set_parent_death_signal(int(parent))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
@@ -76,12 +79,12 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
-    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)  # conf/hydra/default.yaml's
+    register_folder()
     slurm_job = environment().slurm_job  # other than a job's, where Hydra's launcher is submitit's
     raised: list[Exception] = []  # by the job: kept from Hydra, which would print it its own way
 
     def saved(folder: Path) -> bool:
-        return config_name == "train" and (folder / "checkpoints" / "last.ckpt").exists()
+        return config_name == "train" and paths.last(folder).exists()
 
     def task(cfg: DictConfig) -> None:
         folder = Path(HydraConfig.get().runtime.output_dir)
@@ -92,8 +95,11 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             export(**{STARTED: str(time.time())})
         keeps = environment().rank in ranks_with_folder(folder)
         try:
-            with lock.locked(folder, keeps), resume.recorded(cfg, folder, BAD_INPUT) if keeps else nullcontext():
-                job(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), folder)  # type: ignore[arg-type]
+            with lock.locked(folder, keeps):
+                raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+                if keeps and not (folder / ".hydra").exists():  # else train writes it anew when all checks have passed
+                    resume.write_record(folder, resume.record_of(raw))
+                job(raw, folder)
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 conclude(folder, "completed")  # the program writes none
         except lock.FolderBusy as busy:  # nothing in there is this run's
@@ -102,7 +108,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             raised.append(busy)
         except Interrupted as interrupted:
             if saved(folder) and not sweeping and environment().rank == 0:
-                interrupted.add_note(f"to go on: resume={os.path.relpath(folder)}")
+                interrupted.add_note(f"to go on: {typed('resume', folder)}")
             if environment().slurm_job != slurm_job:  # as `run` would, which is not around this job
                 if requeued := slurm.requeue():
                     print(requeued, file=sys.stderr, flush=True)
@@ -114,7 +120,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
                 if isinstance(error, BAD_INPUT) and keeps:
                     forget(folder)
                 elif saved(folder) and keeps and environment().rank == 0:
-                    error.add_note(f"to go on from its last checkpoint: resume={os.path.relpath(folder)}")
+                    error.add_note(f"to go on from its last checkpoint: {typed('resume', folder)}")
             elif external_workers() > 1 and not all_know(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {line(error)}")
             elif environment().rank == 0:  # the sweep tells of it, from its own process
@@ -212,6 +218,11 @@ def forget(folder: Path) -> None:
             folder.parent.rmdir()
             if folder.parent.name == "sweeps":
                 folder.parent.parent.rmdir()
+
+
+def register_folder() -> None:
+    """Register the resolver that names the folder of a new run: conf/hydra/default.yaml's."""
+    OmegaConf.register_new_resolver("folder", _folder, use_cache=True, replace=True)
 
 
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:

@@ -13,9 +13,8 @@ from torch.utils.data import ConcatDataset
 
 from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.checkpoint import resume
+from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.weights import best_in
 from lockstep.config import checks
 from lockstep.config.check import Config, check
 from lockstep.config.checks import checker, show
@@ -56,7 +55,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
     found = Path(path).expanduser()
     if not found.is_dir():
         return found
-    if inside := best_in(found):
+    if inside := paths.best_in(found):
         return inside
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 

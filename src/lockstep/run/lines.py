@@ -2,10 +2,9 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -14,13 +13,13 @@ from torch import nn
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
 from lockstep.callbacks.first_page import peak_lr
-from lockstep.checkpoint.weights import parameter_counts
+from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import Ids, labels_of
 from lockstep.errors import UserError
 from lockstep.run.length import length_of
-from lockstep.text import plural
+from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
 WIDTH = 100  # columns of a start-up line; a path may be longer
@@ -68,7 +67,7 @@ def start_lines(
         *wrapped(f"data {data}", *data_counts(splits)),
         *wrapped(*step_parts(config), lr),
         *wrapped(f"run {length(config, len(splits.train))}", config.precision, chosen),
-        f"folder {shown(folder)}",
+        f"folder {short_path(folder)}",
     ]
 
 
@@ -76,12 +75,6 @@ def headline(config: Config, splits: Splits, folder: Path) -> str:
     """A run as a text of a dashboard, which adds the learning rate."""
     parts = [*step_parts(config), length(config, len(splits.train)), config.precision]
     return "\n".join([*wrapped(*parts), str(folder)])
-
-
-def shown(path: str | Path) -> str:
-    """A path as short as it can be typed here."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def wrapped(*parts: str) -> list[str]:
@@ -110,6 +103,28 @@ def length(config: Config, samples: int) -> str:
     whole = length_of(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
+    from a file, and are among those trained or frozen."""
+
+    trained: int
+    frozen: int
+    fresh: int
+
+
+def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
+    """Return how many parameters of a module are trained, frozen and newly initialised.
+
+    Args:
+        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
+    """
+    sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
+    new = set(fresh)
+    trained = sum(size for _, size, trains in sizes if trains)
+    total = sum(size for _, size, _ in sizes)
+    return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
 
 
 def parameters(module: nn.Module, fresh: Iterable[str]) -> str:
@@ -151,11 +166,11 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
     """What a completed run leaves behind, and what can be done with it. Nothing of a sweep's job: the sweep tells."""
     if (folder.parent / "multirun.yaml").exists():
         return []
-    run, outputs = shown(folder), shown(config.outputs)
+    run, outputs = short_path(folder), short_path(config.outputs)
     best = next((f"best.ckpt: {each.best}" for each in callbacks if isinstance(each, Checkpoint) and each.best), "")
     board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
     look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
-    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * (folder / "checkpoints").is_dir()
+    use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
     return list(filter(None, [f"completed: {run}", *wrapped(best, look), use]))
 
 

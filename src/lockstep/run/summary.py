@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.arithmetic.order import DataOrder
+from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.files import replacing
 from lockstep.launch.environment import environment
@@ -95,8 +96,9 @@ def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
 def summarise(config: Config, folder: Path, status: str, error: str | None) -> dict[str, Any]:
     """The part of a summary that is known without a worker; the rest is empty."""
     layout = config.layout
-    checkpoints = {name: folder / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")}
-    found = {name: str(path.relative_to(folder)) if path.exists() else None for name, path in checkpoints.items()}
+    best, last = (
+        str(path.relative_to(folder)) if path.exists() else None for path in (paths.best(folder), paths.last(folder))
+    )
     return {
         "status": status,
         "error": error,
@@ -112,8 +114,8 @@ def summarise(config: Config, folder: Path, status: str, error: str | None) -> d
         "throughput": {"samples_per_second": None, "seconds_to_first_step": None, "seconds": None},
         "weights_sha256": None,
         "tested_step": None,
-        "best_checkpoint": found["best"],
-        "last_checkpoint": found["last"],
+        "best_checkpoint": best,
+        "last_checkpoint": last,
         "restarts": environment().restarts,
         "versions": versions(),
         "git": git_info(),

@@ -4,12 +4,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.resume import saved
+from lockstep.checkpoint import paths
+from lockstep.checkpoint.resume import record_of, saved
 from lockstep.config.arguments import given
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
@@ -27,18 +28,19 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
     config = check(raw, given=given())
 
-    from lockstep.checkpoint import io as checkpoint_io
-    from lockstep.checkpoint import weights
+    from lockstep.checkpoint.io import refuse_broken
+    from lockstep.checkpoint.weights import refuse_broken_weights
     from lockstep.data.build import open_data
     from lockstep.run.training import train as work
 
-    several = config.layout.num_nodes > 1  # of which some may lack the file
-    if config.resume and not (several and not Path(config.resume).exists()):
-        checkpoint_io.load(config.resume)  # a damaged one is refused; workers would take an older one
-    elif config.init_from and not several and saved(folder) is None:
-        weights.read("init_from", config.init_from)
+    # Before the data are opened; workers read all of the file, and check all of it.
+    if config.resume:
+        if Path(config.resume).exists():  # else another machine has it
+            refuse_broken(Path(config.resume))
+    elif config.init_from and config.layout.num_nodes == 1 and saved(folder) is None:
+        refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
-    return run_in_workers(work, config, splits, folder)
+    return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -81,7 +83,7 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             restarts += 1
             continues = saved(folder) is not None
             if failed.without and continues:
-                from lockstep.checkpoint.compatible import go_back
+                from lockstep.checkpoint.start import go_back
 
                 go_back(folder, failed)
             shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
@@ -124,9 +126,6 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
 
 def _steps_saved(folder: Path) -> int:
     """Optimizer steps in a run's last checkpoint; 0: there is none that can be used."""
-    from lockstep.checkpoint import io as checkpoint_io
+    from lockstep.checkpoint.io import step_of
 
-    last = folder / "checkpoints" / "last.ckpt"
-    with suppress(UserError):
-        return int(checkpoint_io.load(last)["global_step"]) if last.exists() else 0
-    return 0
+    return max(0, step_of(paths.last(folder)))

@@ -20,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import check
 from lockstep.config.checks import checker
@@ -34,7 +35,7 @@ from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangu
 from lockstep.run.cli import SweepFailed
 from lockstep.run.lock import FolderBusy, locked
 from lockstep.run.summary import conclude, summary_of
-from lockstep.text import duration, plural
+from lockstep.text import duration, plural, short_path, typed
 
 
 @dataclass
@@ -154,7 +155,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
         print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
 
     def start(job: Job) -> None:
-        if not (job.folder / "checkpoints" / "last.ckpt").exists():
+        if not paths.last(job.folder).exists():
             for drawn in ("tensorboard", "csv"):  # curves of a beginning that is made again
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
         run(job)
@@ -170,8 +171,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 def to_continue(folder: Path) -> str:
     """The line that says how to run the jobs of a sweep that are missing."""
-    program = os.path.relpath(sys.argv[0])
-    return f"to run what is missing: python {program} sweep.resume={os.path.relpath(folder)}"
+    return f"to run what is missing: python {short_path(sys.argv[0])} {typed('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)

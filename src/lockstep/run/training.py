@@ -3,7 +3,7 @@
 import errno
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,10 @@ from lockstep.arithmetic.exact_sum import Damaged
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.compatible import checkpoint_in, must_be_same_data, must_fit, told
-from lockstep.checkpoint.copies import Copies, share_newest
+from lockstep.checkpoint.compatible import must_be_same_data, must_fit, told
+from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.start import TakeFolder, load_start
 from lockstep.checkpoint.state import ResumeState
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
@@ -50,8 +51,12 @@ LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
-    """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it."""
+def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it.
+
+    Args:
+        record: the texts of the files in `.hydra/`, by name.
+    """
     started = time.perf_counter()
     rank = fast.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
@@ -59,8 +64,8 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
         splits = first_batch(splits, config.layout, config.seed)
 
     ranks = ranks_with_folder(folder)
-    share_newest(folder, ranks)
-    checkpoint, resumed = checkpoint_in(folder)
+    loaded = load_start(folder, config.resume, record, ranks)
+    checkpoint, resumed = loaded or (None, {})
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
@@ -88,20 +93,20 @@ def train(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     chosen = fast.describe(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
-    callbacks += [Preemption(folder), starts]
+    callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
         must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         must_fit(checkpoint, resumed, module.state_dict(), config, steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, resumed, rank)
-    trainer = make_trainer(config, folder, callbacks, first, copies, parts)
+    trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
     if config.compile:
         compile_networks(module, config.layout.exact)
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)
     run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # where nothing is left to train
-    del resumed, parts
+    del loaded, resumed, parts  # Lightning gets it from the trainer's CheckpointIO, and drops it when all is restored
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         run.fitted()

@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 
-from lockstep.checkpoint.io import save
-from lockstep.checkpoint.retention import keep, steps_kept
+from lockstep.checkpoint.io import keep, save
+from lockstep.checkpoint.paths import steps_kept
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of

@@ -1,0 +1,41 @@
+"""Where a run keeps its checkpoints: `checkpoints/` in its folder. Standard library only."""
+
+import re
+from pathlib import Path
+
+
+def folder(run: Path) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return run / "checkpoints"
+
+
+def last(run: Path) -> Path:
+    """Return the path of the newest checkpoint, from which the run continues."""
+    return folder(run) / "last.ckpt"
+
+
+def best(run: Path) -> Path:
+    """Return the path of the checkpoint with the best monitored metric."""
+    return folder(run) / "best.ckpt"
+
+
+def of_step(checkpoints: Path, step: int) -> Path:
+    """Return the path of a checkpoint that `checkpoint_keep` leaves in a folder of checkpoints."""
+    return checkpoints / f"step_{step}.ckpt"
+
+
+def steps_kept(checkpoints: Path) -> dict[int, Path]:
+    """Return the checkpoints `step_<n>.ckpt` in a folder of checkpoints, by step, in order."""
+    matches = [(re.fullmatch(r"step_(\d+)\.ckpt", path.name), path) for path in checkpoints.iterdir()]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def best_in(run: Path) -> Path | None:
+    """Return the best checkpoint of a run, or of its `checkpoints/`; else the last; None where there is neither."""
+    names = (best(run), last(run), run / best(run).name, run / last(run).name)
+    return next((path for path in names if path.exists()), None)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the folder of the run that a checkpoint belongs to."""
+    return checkpoint.parent.parent
