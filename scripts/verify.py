@@ -6,8 +6,8 @@
 The run must have been made with `extras=[ledger]`, and with `checkpoint_keep=` to start anywhere but at its beginning.
 First the ledger itself is looked at: that each line follows from the one before, and that the samples of all steps are
 those of the seed. Then training goes on from the last checkpoint before each step that was chosen, up to it, in a
-folder that is thrown away; weights and optimizer must have the bits that the ledger says. docs/verify.md says what that
-proves, and what not.
+folder that is thrown away; weights and optimizer must have the bits that the ledger says. docs/extras/ledger.md says
+what that proves, and what not.
 
 Exit codes: 0 all the same, 1 something differs, 2 bad input (no ledger, nothing to start from).
 """

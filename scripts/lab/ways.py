@@ -1,7 +1,7 @@
 """What a way of running costs, beside others, on this machine or on links of a limited rate:
 
     python scripts/lab/ways.py 'strategy=ddp' 'strategy=pipeline' -- model=resnet18 data=mnist pieces=8
-    python scripts/lab/ways.py 'strategy=ddp' 'strategy=ddp late=1' --rate 50mbit --rate 200mbit -- data=synthetic
+    python scripts/lab/ways.py strategy=ddp 'strategy=ddp extras=[late]' --rate 50mbit --rate 200mbit -- data=synthetic
 
 A way is some overrides of train.py, what follows `--` is every run's. All ways take turns, `--rounds` times, one thread
 a worker, and a Markdown table says: medians of a step and of a sample, the ratio of samples per second to the first

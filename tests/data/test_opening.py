@@ -115,7 +115,7 @@ def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
     assert "docs/own.md" in one_line(error)
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
     with pytest.raises(
-        UserError, match=r"must return a lockstep\.loading\.Source or a LightningDataModule, not Fraction: docs/own\.md"
+        UserError, match=r"must return a lockstep\.data\.Source or a LightningDataModule, not Fraction: docs/own\.md"
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
+from lockstep.config.checks import options
 from lockstep.launch.machine import computes_bf16
 
 LR = 0.01
@@ -184,12 +185,16 @@ def scaling(folder: Path) -> list[Row]:
         base = arguments(case, folder, (case.rounds + 1) * case.steps)
         half = [*base, f"batch_size={case.batch // 2}"]
         ddp = [*base, "strategy=ddp", "devices=2"]
-        meeting = [*ddp, "strategy.average_every=1000000", "+callbacks.turns.meets=true"]
-        blocks, _ = race(case, {"ddp": [ddp], "meeting": [meeting], "separate": [half, half]}, folder)
+        sides = {"ddp": [ddp], "separate": [half, half]}
+        if sends_nothing := "local_sgd" in options("extras"):
+            never = ["extras=[local_sgd]", "extras.local_sgd.every=1000000"]
+            sides["meeting"] = [[*ddp, *never, "+callbacks.turns.meets=true"]]
+        blocks, _ = race(case, sides, folder)
         what, end = f"{case.model}, batch {case.batch}", f"against two runs of {case.batch // 2} that do not talk"
         rows.append(row(f"{what}: ddp on 2 {end}", blocks["ddp"], blocks["separate"], goal))
-        said = f"{what}: two that send nothing but wait for each other at each step, {end}"
-        rows.append(row(said, blocks["meeting"], blocks["separate"], None))
+        if sends_nothing:
+            said = f"{what}: two that send nothing but wait for each other at each step, {end}"
+            rows.append(row(said, blocks["meeting"], blocks["separate"], None))
     return rows
 
 

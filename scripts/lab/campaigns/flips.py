@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.extras.audit.choice import chosen
+from lockstep.extras.audit.hook import AuditHook
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
 NAME = "struck.json"  # in the run's folder: where it was struck first
@@ -85,7 +86,8 @@ class Flips(Callback):
 
     def _aim(self, trainer: Any, batch: Any) -> int:
         """The rank that owns the audited piece of a step; `number` becomes that of its pass there."""
-        order, share = trainer.datamodule.order, trainer.audit.share
+        order = trainer.datamodule.order
+        share = next(hook.share for hook in trainer.strategy.hooks if isinstance(hook, AuditHook))
         sizes = [len(ids) for ids in order.pieces(*order.position(batch.step))]
         choice = chosen(share, order.seed, batch.step, sizes, order.layout)
         if choice is None:

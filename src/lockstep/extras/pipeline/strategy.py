@@ -90,7 +90,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         if not parts:
             needs = "an nn.Sequential as its only network, or a method stages() that returns its modules in order"
             wrong = f"strategy=pipeline: {kind} is no network in a row that could be cut"
-            raise UserError(f"{wrong}: it needs {needs} (docs/pipeline.md)")
+            raise UserError(f"{wrong}: it needs {needs} (docs/extras/pipeline.md)")
         if len(parts) < stages:
             raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
         seconds = self.broadcast(self._measured(model, parts))
