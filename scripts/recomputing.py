@@ -85,13 +85,15 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
         must_be_named(path, group, told.get(group), raw.get(group))
     before = about.get("data_dir")
     there = isinstance(before, str) and Path(before).is_dir()
-    kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers", "resident")}
+    kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
+    speed = {**(told.get("speed") or {}), "resident": raw["speed"]["resident"]}
     strategy = {key: told["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
     config = check(
         {
             **told,
             **kept,
             "num_nodes": 1,
+            "speed": speed,
             "strategy": {**raw["strategy"], **strategy},
             "extras": {**(told.get("extras") or {}), **group_file("extras", "ledger")},
             "data_dir": raw["data_dir"] or (before if there else "data"),

@@ -36,7 +36,7 @@ TIMEOUT = 300.0  # seconds of one process
 BEST = ("callbacks.checkpoint.monitor=val/acc", "callbacks.checkpoint.mode=max")
 COMMON = (
     *("seed=3", "accelerator=cpu", "strategy=auto", "devices=1", "threads=1", "num_workers=0", "compile=false"),
-    *("precision=32-true", "memory_format=contiguous", "exact=false", "nonfinite=stop"),
+    *("precision=32-true", "speed.memory_format=contiguous", "exact=false", "nonfinite=stop"),
     *("gradient_clip_val=null", "batch_size=24", "max_epochs=2", "max_steps=null", "val_every=null", "log_every=50"),
     *("checkpoint_every=null", "logger=none", "callbacks=default", *BEST),
 )

@@ -23,7 +23,9 @@ TASK = (
 
 
 def test_resident_data_moves_no_bit(tmp_path: Path) -> None:
-    found = [Program(tmp_path / choice)(*TASK, "exact=true", f"resident={choice}") for choice in ("true", "false")]
+    found = [
+        Program(tmp_path / choice)(*TASK, "exact=true", f"speed.resident={choice}") for choice in ("true", "false")
+    ]
     assert found[0].summary["weights_sha256"] == found[1].summary["weights_sha256"]
 
 

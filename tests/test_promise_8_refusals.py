@@ -70,7 +70,7 @@ REFUSED: list[tuple[str, str]] = [
     ("accelerator=gpu", "accelerator=gpu.*no GPU.*accelerator=cpu simulates"),
     ("compile=reduce-overhead", "compile=reduce-overhead: must be a valid boolean"),
     ("compile=true strategy=dp devices=2", "compile=true and strategy=dp don't go together: .*strategy=ddp"),
-    ("resident=true", "resident=true and .*: there is no GPU.*resident=auto"),
+    ("speed.resident=true", "speed.resident=true and .*: there is no GPU.*resident=auto"),
     ("num_nodes=2 devices=4", "num_nodes=2: .* On each machine: torchrun --nnodes=2 --nproc-per-node=4 .*train.py"),
     ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
     ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),

@@ -24,7 +24,7 @@ LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|
 # counts as the layout has it, not as the config does, where it may be null.
 PLACED = re.compile(
     r"(strategy\.(name|shares|split|sync_batchnorm)|accelerator|devices|num_nodes|accumulate_grad_batches|pieces|threads"
-    r"|num_workers|resident|memory_format|allocator|compile|max_restarts|hang_timeout|machine_timeout"
+    r"|num_workers|speed|compile|max_restarts|hang_timeout|machine_timeout"
     r"|elastic|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
 )
 LONGEST = 50  # characters of a label

@@ -88,7 +88,9 @@ def trials(accelerator: str, devices: int) -> Iterator[Trial]:
     yield Trial("tests", "tests/test_gpu.py", [[("-m", "pytest", "-q", "tests/test_gpu.py")]], 500)
     begun = f"{OUTPUTS}/begun"
     yield Trial("bits", "4 pieces", [[exact]], task="exact")
-    yield Trial("bits", "data on the host", [[(*exact, "resident=auto" if cpu else "resident=false")]], task="exact")
+    yield Trial(
+        "bits", "data on the host", [[(*exact, "speed.resident=auto" if cpu else "speed.resident=false")]], task="exact"
+    )
     stopped, resumed = (*exact, "max_steps=6", f"hydra.run.dir={begun}"), (*exact, f"resume={begun}", "max_steps=8")
     yield Trial("bits", "stopped in mid-epoch, resumed", [[stopped], [resumed]], task="exact")
     yield Trial("bits", "control: another seed", [[(*exact, "seed=1")]], task="exact", differs=True)

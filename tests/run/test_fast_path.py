@@ -38,14 +38,14 @@ def test_freed_memory_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
         )
         return int(run.stdout.splitlines()[-1])
 
-    kept, given_back = faults(), faults("allocator=system")
+    kept, given_back = faults(), faults("speed.allocator=system")
     assert given_back - kept > 10_000, (kept, given_back)
 
 
 def test_what_was_chosen_is_said_and_can_be_switched_off(run_train: Program) -> None:
     chosen = run_train(*TASK, "data.samples=100", "max_steps=1")
     assert "| 32-true | channels_last, 1 thread\n" in chosen.stdout + chosen.stderr
-    plain = run_train(*TASK, "data.samples=100", "max_steps=1", "memory_format=contiguous", "threads=2")
+    plain = run_train(*TASK, "data.samples=100", "max_steps=1", "speed.memory_format=contiguous", "threads=2")
     assert "| 32-true | 2 threads\n" in plain.stdout + plain.stderr
 
 

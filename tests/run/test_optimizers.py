@@ -186,9 +186,9 @@ def test_a_fused_optimizer_makes_the_same_steps(tmp_path: Path) -> None:
     def train(choice: str) -> Run:
         program = Program(tmp_path / choice[-4:])
         layout = ("strategy=ddp", "devices=2", "threads=1", "scheduler=constant", choice)
-        first = program(*TASK, *layout, "memory_format=contiguous", "max_steps=3")
+        first = program(*TASK, *layout, "speed.memory_format=contiguous", "max_steps=3")
         before = first.summary["weights_sha256"]
-        last = program(f"resume={first.folder}", choice, "memory_format=channels_last", "max_steps=6")
+        last = program(f"resume={first.folder}", choice, "speed.memory_format=channels_last", "max_steps=6")
         assert last.summary["weights_sha256"] != before
         return last
 

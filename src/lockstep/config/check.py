@@ -214,7 +214,11 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
             "gradient_clip_val=null" * (keys.gradient_clip_val is None),
             "nothing is clipped; gradient_clip_val=0.5, say",
         ),
-        ("resident=true" * (keys.resident is True), cpu, "there is no GPU for the data to lie on; resident=auto"),
+        (
+            "speed.resident=true" * (keys.speed.resident is True),
+            cpu,
+            "there is no GPU for the data to lie on; resident=auto",
+        ),
     ):
         if one and other:
             raise UserError(f"{one} and {other} don't go together: {why}")

@@ -127,6 +127,15 @@ class Debug:
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
+class Speed:
+    """What makes a run fast beside its layout, and changes no promise."""
+
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    allocator: Literal["auto", "system"] = "auto"
+    resident: Flag | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, config=OURS)
 class Sweep:
     """How many runs are made in one."""
 
@@ -152,10 +161,8 @@ class Kept:
     nonfinite: Literal["stop", "skip"] = "stop"
     precision: PRECISIONS
     threads: Whole | None = None
-    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    allocator: Literal["auto", "system"] = "auto"
     compile: Flag = False
-    resident: Flag | Literal["auto"] = "auto"
+    speed: Annotated[Speed, BeforeValidator(filled)] = field(default_factory=Speed)
     max_epochs: Whole | None = None
     max_steps: Whole | None = None
     val_every: Whole | None = None

@@ -36,7 +36,7 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     Only plain `ArrayDataset`s are moved: what a class of the user's own does with its arrays is not known.
 
     Args:
-        choice: `resident` of the config: false, true, or auto, which asks for no set in memory.
+        choice: `speed.resident` of the config: false, true, or auto, which asks for no set in memory.
         free: bytes that may be used on the device.
 
     Raises:
@@ -48,10 +48,10 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     held = {id(base(part)): base(part) for part in parts.values() if type(base(part)) is ArrayDataset}
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in held.values())
     if choice is True and not held:
-        raise UserError("resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
+        raise UserError("speed.resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
     if size > free:
         sizes = f"the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free"
-        raise UserError(f"resident={show(choice)}: {sizes}: resident=false")
+        raise UserError(f"speed.resident={show(choice)}: {sizes}: resident=false")
     there: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in held.items()}
     return replace(splits, **{name: _moved(part, there) for name, part in parts.items()})
 

@@ -77,7 +77,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
-    fast.memory_format(module, config.memory_format)
+    fast.memory_format(module, config.speed.memory_format)
     if config.trains:
         offers["optimizer"].named = module.named_parameters
     return module
@@ -87,7 +87,7 @@ def make_data(config: Config, splits: Splits, rank: int) -> DataModule:
     """The DataModule of one worker."""
     trains = config.trains
     rank = rank if config.layout.replicas > 1 else 0  # all stages get the same pieces
-    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.resident, trains)
+    return DataModule(splits, config.layout, config.seed, rank, config.num_workers, config.speed.resident, trains)
 
 
 def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.LightningModule) -> list[pl.Callback]:

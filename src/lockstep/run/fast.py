@@ -22,7 +22,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     rank = environment().rank
     logs.configure(folder, rank)
     tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
-    if config.allocator != "system":
+    if config.speed.allocator != "system":
         keep_freed_memory()
     torch.set_flush_denormal(True)  # gradients of a loss near zero fall below 1e-38: up to 5 times as long a step
     threads = config.worker_threads

@@ -29,7 +29,7 @@ ENCODING = "latin-1"  # any bytes are text in it; our own lines are ASCII
 MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
 # Keys of the front page that decide about no bit of the weights; of the layout, see `deciding`.
 BESIDE = (
-    *("name", "outputs", "data_dir", "num_workers", "resident", "allocator", "logger", "sweep"),
+    *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
@@ -148,6 +148,7 @@ def deciding(config: Config) -> dict[str, Any]:
         "callbacks": {name: each for name, each in callbacks.items() if each.get("_target_") not in watching},
         "strategy": strategy if layout.exact else strategy | own,
         "extras": extras,
+        "speed": {"memory_format": config.speed.memory_format},
         "accelerator": layout.accelerator,
         "pieces": layout.pieces,
         "precision": config.precision,
