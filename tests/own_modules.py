@@ -276,7 +276,7 @@ class Flips(pl.Callback):
 
     def strikes(self, trainer, what):
         there = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")
-        now, again = trainer.global_step, trainer.strategy.again
+        now, again = trainer.global_step, trainer.strategy.substitute is not None
         due = now >= self.step if self.lasting else now == self.step and not again
         return what == self.what and due and int(there[trainer.global_rank]) == self.device
 

@@ -96,8 +96,8 @@ def test_emulated_bf16_is_said(
     splits = open_data({"_target_": "project.data.synthetic", "samples": 90}, "data")
     monkeypatch.setattr(runs, "launch", lambda *launched, **how: None)
     for has_bf16 in (True, False):
-        for decides in ("supervisor", "config"):
-            monkeypatch.setattr(f"lockstep.run.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
+        for decides in ("run.supervisor", "config.check"):
+            monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
         for asked in ("auto", "32-true", "bf16-mixed"):
             runs.run_in_workers(train, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
         said = capsys.readouterr().err.splitlines()

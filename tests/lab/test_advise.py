@@ -9,6 +9,7 @@ from advise import Choice, conclusion
 from conftest import ROOT, Program, forked
 
 from lockstep.config.check import check
+from lockstep.config.checks import group_file
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 
@@ -54,7 +55,7 @@ def test_shares_are_named_where_devices_differ() -> None:
     assert said.startswith("Use strategy=ddp devices=2 accumulate_grad_batches=2: a step of 64 samples takes 100.0 ms.")
     assert "2.50 times as fast as one device (250.0 ms)" in said
     assert "strategy.shares=[1.5,1] with pieces=16" in said
-    named: dict[str, Any] = {"name": "ddp", "shares": [1.5, 1]}
+    named: dict[str, Any] = group_file("strategy", "ddp") | {"shares": [1.5, 1]}
     assert check(compose("devices=2", "pieces=16") | {"strategy": named}).layout.shares == (1.5, 1)
     assert "shares" not in conclusion([two, one], config, [1.1, 1.0])
     with pytest.raises(UserError, match="no layout of this machine can run it: it broke"):

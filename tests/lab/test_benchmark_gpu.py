@@ -30,7 +30,7 @@ TINY = replace(
 
 def test_every_side_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    monkeypatch.setattr("lockstep.config.check.lacking", lambda accelerator: None)  # a compiler, say
+    monkeypatch.setattr("lockstep.config.check.compiler_lacking", lambda accelerator: None)  # a compiler, say
     for case in steps.GPU_CASES:
         for options in steps.OURS.values():
             asked = check(compose(f"model={case.model}", f"batch_size={case.batch}", *steps.GPU_TRAINING, *options))
@@ -68,7 +68,7 @@ def test_a_case_runs_whole_on_a_cpu(tmp_path: Path) -> None:
 def test_every_trial_is_one_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for layouts and precisions that don't go together, and what is to be refused."""
     monkeypatch.setattr(config, "gpu_count", lambda: 2)
-    monkeypatch.setattr(config, "lacking", lambda accelerator: None)
+    monkeypatch.setattr(config, "compiler_lacking", lambda accelerator: None)
     refused = []
     for trial in gpu_day.trials("gpu", 2):
         for command in (command for programs in trial.commands for command in programs if "src/train.py" in command):

@@ -39,7 +39,7 @@ class PieceStrategy(Strategy):
     staged = False  # whether each process holds another part of the network, and sees all samples
     numbers_come_later = False  # whether a piece's loss is known only when its backward pass is due
     hooks: Sequence[StepHook] = ()  # of the trainer's steps
-    _substitute: Any = None
+    substitute: Any = None  # what computes in the module's place
 
     def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
         """Yield the order of the passes of `count` micro-batches, by their numbers."""
@@ -93,16 +93,16 @@ class PieceStrategy(Strategy):
 
     @property
     def _computing(self) -> Any:
-        return self._substitute or self.lightning_module
+        return self.substitute or self.lightning_module
 
     @contextmanager
     def computing_with(self, module: Any) -> Iterator[None]:
         """Inside, another object with the module's parameters computes in its place."""
-        self._substitute = module
+        self.substitute = module
         try:
             yield
         finally:
-            self._substitute = None
+            self.substitute = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         for hook in self.hooks:

@@ -142,7 +142,13 @@ def test_the_user_says_where_stages_begin() -> None:
 
 def test_all_pieces_pass_all_stages() -> None:
     layout = resolve(
-        strategy="pipeline", accelerator="cpu", devices=2, num_nodes=2, batch_size=48, accumulate_grad_batches=2
+        strategy="pipeline",
+        staged=True,
+        accelerator="cpu",
+        devices=2,
+        num_nodes=2,
+        batch_size=48,
+        accumulate_grad_batches=2,
     )
     assert (layout.pieces, layout.world_size, layout.replicas, layout.accumulate) == (8, 4, 1, 2)
     assert layout.micro_batches(3) == [[(3, piece)] for piece in range(8)]
