@@ -26,7 +26,7 @@ from lockstep.launch.signals import ENDING, handling, set_parent_death_signal
 from lockstep.run import cli, supervisor
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
-PROGRAM = "from lockstep.run import library; library._run()"
+PROGRAM = "from lockstep.run import api; api._run()"
 
 
 class Composed(dict[str, Any]):
@@ -69,7 +69,7 @@ def train(config: Composed) -> dict[str, Any]:
 
     Raises:
         UserError: bad input; nothing was started, or kept.
-        lockstep.launch.agent.WorkerFailed: the run failed.
+        WorkerFailed: the run failed.
         KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
     """
     environment.cache_clear()  # a process group may have been made since
