@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.order import hash64
+    from lockstep.callbacks.meter import find as find_meter
     from lockstep.checkpoint.weights import begin as load_weights
     from lockstep.checkpoint.weights import fill as copy_weights
     from lockstep.checkpoint.weights import told as weights_message
@@ -17,11 +18,17 @@ if TYPE_CHECKING:
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
     from lockstep.errors import UserError
-    from lockstep.launch.agent import WorkerFailed
+    from lockstep.launch.endings import WorkerFailed
     from lockstep.launch.machine import cores
+    from lockstep.launch.process_group import of_ranks as gather_objects
+    from lockstep.launch.signals import Interrupted
     from lockstep.run.api import Composed, compose, train
+    from lockstep.run.lines import peak_lr
+    from lockstep.run.loggers import hyper_parameters
     from lockstep.step.batch import StepBatch
+    from lockstep.step.loop import is_last_step
     from lockstep.step.metrics import Count, ExactMean
+    from lockstep.step.untimed import untimed
     from lockstep.text import join_names, plural
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "Count",
     "DataModule",
     "ExactMean",
+    "Interrupted",
     "Source",
     "Spec",
     "StepBatch",
@@ -38,12 +46,18 @@ __all__ = [
     "compose",
     "copy_weights",
     "cores",
+    "find_meter",
+    "gather_objects",
     "hash64",
+    "hyper_parameters",
+    "is_last_step",
     "join_names",
     "load_weights",
     "matching",
+    "peak_lr",
     "plural",
     "train",
+    "untimed",
     "weights_message",
 ]
 # Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
@@ -54,20 +68,27 @@ HOMES = {
     "Count": "lockstep.step.metrics",
     "DataModule": "lockstep.data.data_module",
     "ExactMean": "lockstep.step.metrics",
+    "Interrupted": "lockstep.launch.signals",
     "Source": "lockstep.data.datasets",
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
-    "WorkerFailed": "lockstep.launch.agent",
+    "WorkerFailed": "lockstep.launch.endings",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights:fill",
     "cores": "lockstep.launch.machine",
+    "find_meter": "lockstep.callbacks.meter:find",
+    "gather_objects": "lockstep.launch.process_group:of_ranks",
     "hash64": "lockstep.arithmetic.order",
+    "hyper_parameters": "lockstep.run.loggers",
+    "is_last_step": "lockstep.step.loop",
     "join_names": "lockstep.text",
     "load_weights": "lockstep.checkpoint.weights:begin",
     "matching": "lockstep.config.checks",
+    "peak_lr": "lockstep.run.lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
+    "untimed": "lockstep.step.untimed",
     "weights_message": "lockstep.checkpoint.weights:told",
 }
 

@@ -89,6 +89,8 @@ class Meter(Callback):
         edge: when, by training's own clock, the loop last turned to its loader.
     """
 
+    changes_weights = False
+
     def __init__(self, log_every: int = 50, log_seconds: float = 30.0, started: float | None = None) -> None:
         if not log_seconds >= 0:
             raise ValueError(f"log_seconds={log_seconds}: must be at least 0")
