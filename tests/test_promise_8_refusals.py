@@ -58,7 +58,7 @@ REFUSED: list[tuple[str, str]] = [
     ("ckpt_path=some", "ckpt_path: there is no such key; did you mean resume or init_from"),
     ("learning_rate=1", "learning_rate: there is no such key; did you mean lr"),
     ("train=false", "train: there is no such key; .*src/evaluate.py checkpoint="),
-    ("optimizer.momentun=1", "did you mean momentum. known: lr, lr_scale, momentum, nesterov, weight_decay$"),
+    ("optimizer.momentun=1", "did you mean momentum. known: lr, lr_scale, momentum, nesterov, param_groups, "),
     (
         "debug=overfit callbacks.checkpoint.monitor=x",
         "monitor: there is no such key: callbacks.checkpoint is null here",

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.errors import UserError
+from lockstep import UserError
 
 
 class ClassWeights(Callback):

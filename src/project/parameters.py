@@ -9,9 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.checks import matching
-from lockstep.errors import UserError
-from lockstep.text import join_names
+from lockstep import UserError, join_names, matching
 
 LOG = logging.getLogger("lockstep")
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lockstep.step.metrics import Count, ExactMean
+from lockstep import Count, ExactMean
 
 
 class Scores(nn.ModuleDict):

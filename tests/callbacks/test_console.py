@@ -16,8 +16,9 @@ from conftest import of_torchrun, wait_for
 from plain import PATHS, SIZE, STEPS, Counting, FakeBatch, Plain, board, loaders, scalars, step_of, trainer_with
 from torch import Tensor
 
-from lockstep.callbacks import Console, Dashboard, Meter
+from lockstep.callbacks import Console, Meter
 from lockstep.errors import UserError
+from project.callbacks import Dashboard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -171,7 +172,8 @@ RANKS = """
 import sys; sys.path[:0] = sys.argv[1].split(':')
 import logging, pathlib
 import plain as t
-from lockstep.callbacks import Checkpoint, Console, Dashboard, Meter
+from lockstep.callbacks import Checkpoint, Console, Meter
+from project.callbacks import Dashboard
 from lockstep.strategies.ddp import DistributedDataParallel
 class Apart(t.Counting):  # the ranks disagree in everything
     def training_step(self, batch, batch_idx):

@@ -27,10 +27,10 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as torch_hparams
 
 from lockstep.arithmetic.layout import resolve
-from lockstep.callbacks import Pictures
-from lockstep.callbacks.pictures import Mistakes
 from lockstep.data import DataModule, Spec
 from lockstep.data.build import open_data
+from project.callbacks import Pictures
+from project.callbacks.pictures import Mistakes
 
 KINDS = ("scalars", "images", "tensors")
 

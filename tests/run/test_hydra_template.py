@@ -10,10 +10,10 @@ import torch
 from conftest import Program, checkpoint_of, summary_of
 from own_runs import go_on, same_bits
 
-from lockstep.callbacks.first_page import learning_rates
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
+from lockstep.run.lines import learning_rates
 
 MODEL = """
 name: templated

@@ -1,6 +1,7 @@
 """Training from Python: docs/library.md literally, from a parent that has computed and has no file."""
 
 import ast
+import importlib
 import json
 import re
 import signal
@@ -98,6 +99,25 @@ def test_a_config_changed_behind_its_back_is_refused() -> None:
     config["lr"] = 0.5
     with pytest.raises(UserError, match=r"lr was changed after compose\(\)"):
         lockstep.train(config)
+
+
+def test_the_public_names_are_there_for_people_and_for_type_checkers() -> None:
+    source = ast.parse(Path(lockstep.__file__).read_text())
+    (block,) = [node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    declared = {
+        each.asname or each.name: f"{statement.module}:{each.name}"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for each in statement.names
+    }
+    homes = {name: home if ":" in home else f"{home}:{name}" for name, home in lockstep.HOMES.items()}
+    assert sorted(lockstep.__all__) == sorted(homes)
+    assert declared == homes
+    for name, home in homes.items():
+        module, _, attribute = home.partition(":")
+        assert getattr(lockstep, name) is getattr(importlib.import_module(module), attribute)
+    page = (ROOT / "docs" / "library.md").read_text()
+    assert [name for name in homes if f"`{name}`" not in page and f"`lockstep.{name}`" not in page] == []
 
 
 def test_the_import_is_cheap() -> None:

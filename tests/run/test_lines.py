@@ -17,12 +17,11 @@ from conftest import Program
 from small_models import fast_cnn
 from torch import nn
 
-from lockstep.callbacks.first_page import peak_lr
 from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
 from lockstep.run.api import compose
-from lockstep.run.lines import WIDTH, at_chance, data_counts, start_lines
+from lockstep.run.lines import WIDTH, at_chance, data_counts, peak_lr, start_lines
 from project import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")

@@ -39,6 +39,8 @@ class Console(Callback):
         every_epochs: epochs between two lines; the last has one always.
     """
 
+    changes_weights = False
+
     def __init__(
         self, bar: bool | None = None, refresh_seconds: float = 0.2, line_seconds: float = 30.0, every_epochs: int = 1
     ) -> None:

@@ -85,6 +85,8 @@ class Meter(Callback):
         edge: when, by training's own clock, the loop last turned to its loader.
     """
 
+    changes_weights = False
+
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
         self.fresh = False

@@ -43,6 +43,8 @@ class Checkpoint(LightningCheckpoint):
         saved: the step after which `last.ckpt` was written last.
     """
 
+    changes_weights = False
+
     def __init__(
         self,
         folder: str | Path,

@@ -80,6 +80,7 @@ class Optimizer(TypedDict, total=False):
 
     lr: Positive
     lr_scale: dict[str, Positive] | None
+    param_groups: dict[str, Any] | None
 
 
 @with_config(ConfigDict(extra="allow"))

@@ -79,7 +79,7 @@ def train(config: Composed) -> dict[str, Any]:
 
     Raises:
         UserError: bad input; nothing was started, or kept.
-        lockstep.launch.agent.WorkerFailed: the run failed.
+        WorkerFailed: the run failed.
         KeyboardInterrupt: the run was interrupted; its checkpoint is saved.
     """
     environment.cache_clear()  # a process group may have been made since

@@ -2,17 +2,17 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
 from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Checkpoint
-from lockstep.callbacks.first_page import peak_lr
 from lockstep.checkpoint import paths
 from lockstep.config.check import Config
 from lockstep.data import Splits
@@ -47,6 +47,19 @@ class StartLines(pl.Callback):
         if trainer.is_global_zero:
             for line in self._lines(self.lr):
                 LOG.info(line)
+
+
+def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
+    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
+
+
+def peak_lr(optimizers: Sequence[Optimizer]) -> str:
+    """The learning rates that the optimizers' schedules rise to, `lr 0.01` or `lr 0.01 to 0.05`, for people."""
+    peaks = set(learning_rates(optimizers))
+    return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
 
 def start_lines(

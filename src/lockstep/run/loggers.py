@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import OmegaConf
 
-from lockstep.callbacks.first_page import LEFT_OUT
 from lockstep.config.arguments import key
 from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, parameters
@@ -23,6 +22,7 @@ from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.environment import environment
 
+LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
 # What no run is called by, beside what is no hyper-parameter.
 NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep"}
 KEPT = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
@@ -97,6 +97,17 @@ def end(loggers: list[Logger], status: str) -> None:
             logger.experiment.finish(exit_code=int(status != "completed"))
         elif isinstance(logger, MLFlowLogger):
             logger.finalize(MLFLOW.get(status, "FAILED"))
+
+
+def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, bool | int | float | str]]:
+    """The plain leaves of a config by dotted key, without what is null or no hyper-parameter."""
+    for name, value in config.items():
+        if value is None or name.startswith("_") or (not above and name in LEFT_OUT):
+            continue
+        if isinstance(value, Mapping):
+            yield from hyper_parameters(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def title(folder: Path) -> str:

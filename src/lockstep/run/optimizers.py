@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -13,14 +13,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.arithmetic.order import DataOrder
 from lockstep.checkpoint.io import is_plain
 from lockstep.config.check import Config
-from lockstep.config.checks import matching
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
 from lockstep.run.length import length_of
 from lockstep.text import plural
 
-RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.
 OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
@@ -32,13 +30,25 @@ ONE = (
 )
 
 
+class ParameterGroups(Protocol):
+    """What `optimizer.param_groups` names. Its constructor gets `lr_scale`; it is made where that is given."""
+
+    def divide(
+        self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        """Return the groups that an optimizer trains with, from its own and the module's `named_parameters()`."""
+
+    def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return those of a schedule's options that differ between such groups."""
+
+
 class Factory:
     """Makes an optimizer, or Lightning's `lr_scheduler` dict where there are keys `beside`, from a config's options.
 
     Attributes:
         settings: all options with their values in this run, plain: what a checkpoint records.
         called: whether the module has made something with it.
-        named: the module's `named_parameters`, of which `lr_scale` speaks.
+        named: the module's `named_parameters`, which `groups` divides.
     """
 
     def __init__(
@@ -46,50 +56,25 @@ class Factory:
         key: str,
         make: partial[Any],
         beside: Mapping[str, Any] | None = None,
-        lr_scale: Mapping[str, float] | None = None,
+        groups: ParameterGroups | None = None,
     ) -> None:
-        self.key, self.make, self.beside = key, make, beside
-        self.lr_scale: dict[str, float] = dict(lr_scale or {})
+        self.key, self.make, self.beside, self.groups = key, make, beside, groups
         self.called = False
         self.named: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
         options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
         self.settings = {"_target_": f"{make.func.__module__}.{make.func.__name__}", **options, **(beside or {})}
-        if self.lr_scale:
-            self.settings["lr_scale"] = self.lr_scale
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
         if self.beside is None:
             made = call(self.key, partial(self.make, **kwargs), *args)
-            if self.lr_scale:
-                made.param_groups = self._scaled(made.param_groups)
+            if self.groups:
+                made.param_groups = self.groups.divide(made.param_groups, self.named())
             return made
-        make = partial(self.make, **self._by_group(kwargs.get("optimizer", *args[:1])), **kwargs)
-        return {"scheduler": call(self.key, make, *args), **self.beside}
-
-    def _scaled(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Parameter groups, each cut in those of one pattern, with its part of the learning rate."""
-        names = {id(parameter): name for name, parameter in self.named()}
-        try:
-            patterns = matching(self.lr_scale, list(names.values()))
-        except ValueError as error:
-            raise UserError(f"{self.key}.lr_scale: {error}") from error
-        found = []
-        for group in groups:
-            of = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
-            for pattern in dict.fromkeys(of):
-                scale = 1.0 if pattern is None else self.lr_scale[pattern]
-                part = {**group, "lr": group["lr"] * scale, "lr_scale": scale}
-                for name in {"params", "param_names"} & group.keys():
-                    part[name] = [each for each, its in zip(group[name], of, strict=True) if its == pattern]
-                found.append(part)
-        return found
-
-    def _by_group(self, optimizer: Any = None) -> dict[str, list[float]]:
-        """Options of a schedule that are learning rates, and would be all groups' alike: OneCycleLR's max_lr, say."""
-        scales = [group.get("lr_scale") for group in getattr(optimizer, "param_groups", [{}])]
-        rates = [] if None in scales else [n for n in RATES if isinstance(self.make.keywords.get(n), int | float)]
-        return {name: [self.make.keywords[name] * scale for scale in scales] for name in rates}
+        if self.groups:
+            optimizer = kwargs.get("optimizer", *args[:1])
+            kwargs = self.groups.schedule(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
+        return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.beside}
 
 
 def steps_per_epoch(config: Config, samples: int) -> int:
@@ -122,14 +107,20 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     if not config.trains:
         return {**numbers, "optimizer": None, "scheduler": None}
     named: dict[str, Any] = {**config.optimizer, "_partial_": True}
-    scale = named.pop("lr_scale", None)
-    optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), lr_scale=scale)
+    maker, scale, groups = named.pop("param_groups", None), named.pop("lr_scale", None), None
+    if scale:
+        if not maker:
+            raise UserError("optimizer.lr_scale: nothing divides parameters by it: give optimizer.param_groups too")
+        groups = instantiate("optimizer.param_groups", maker, lr_scale=scale)
+    optimizer = Factory("optimizer", instantiate("optimizer", named, **numbers), groups=groups)
+    optimizer.settings |= {"lr_scale": scale} if scale else {}
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuses values before any work
     scheduler = None
     if config.scheduler:
         beside = {name: value for name, value in config.scheduler.items() if name in Scheduler.__annotations__}
         options = {name: value for name, value in config.scheduler.items() if name not in beside}
-        scheduler = Factory("scheduler", instantiate("scheduler", {**options, "_partial_": True}, **numbers), beside)
+        make = instantiate("scheduler", {**options, "_partial_": True}, **numbers)
+        scheduler = Factory("scheduler", make, beside, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
             _must_be_known(beside, config.val_every, numbers["steps_per_epoch"])
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.arithmetic.order import hash64
-from lockstep.data.datasets import ArrayDataset, Source, Spec
-from lockstep.errors import UserError
+from lockstep import ArrayDataset, Source, Spec, UserError, hash64
 
 DIGITS_SIZE = 28  # pixels, MNIST's
 

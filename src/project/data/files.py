@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.datasets import ArrayDataset, Source, Spec
-from lockstep.errors import UserError
+from lockstep import ArrayDataset, Source, Spec, UserError
 
 REMEDY = "remove it, and it is downloaded again"
 TIMEOUT_SECONDS = 8  # that a server may be silent; a machine without network should learn it soon

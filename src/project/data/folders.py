@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.datasets import Source
-from lockstep.errors import UserError
+from lockstep import Source, UserError
 from project.data.labelled import MODES, PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.datasets import Source
-from lockstep.errors import UserError
+from lockstep import Source, UserError
 from project.data.labelled import PARTS, LabelledFiles, check_headers, decodable, image_spec, split
 
 COLUMNS = ("path", "label", "split")

@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep.data.datasets import Spec
-from lockstep.errors import UserError
-from lockstep.launch.machine import cores
-from lockstep.text import plural
+from lockstep import Spec, UserError, cores, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)

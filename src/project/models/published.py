@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.weights import begin, fill, told
-from lockstep.text import plural
+from lockstep import copy_weights, load_weights, plural, weights_message
 from project.models.classifier import ImageClassifier
 
 LOG = logging.getLogger("lockstep")
@@ -26,7 +25,7 @@ class Published(ImageClassifier):
         arch: its name there.
         smallest_piece: samples of the smallest piece that is trained on; a net whose BatchNorm needs more is refused.
         pretrained: start from the library's ImageNet weights; what does not fit (other classes) starts fresh.
-        weights: a file to start from instead; see `lockstep.checkpoint.weights`.
+        weights: a file to start from instead; see `lockstep.load_weights`.
         options: further arguments of the architecture, `{dropout: 0.2}`.
     """
 
@@ -63,7 +62,7 @@ class Published(ImageClassifier):
             made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"arch={arch}: gives {made} in training, where logits [n, {num_classes}] are needed")
         if weights:
-            LOG.info(begin("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)).message)
+            LOG.info(load_weights("model.weights", net, weights, adapt=partial(_for_images_of, net, channels)).message)
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
 
     def make(
@@ -98,8 +97,8 @@ class Torchvision(Published):
         if odd := "kwargs" in taken and sorted(options.keys() - taken.keys()):  # which it would take and ignore
             raise TypeError(f"{arch} takes no option {', '.join(odd)}; it takes {', '.join(taken)}")
         if pretrained:
-            left = fill(net, downloaded(models.get_model_weights(arch).DEFAULT))
-            LOG.info(told("model.pretrained", len(net.state_dict()), left))
+            left = copy_weights(net, downloaded(models.get_model_weights(arch).DEFAULT))
+            LOG.info(weights_message("model.pretrained", len(net.state_dict()), left))
         _, first = _first_convolution(net)
         first.in_channels = channels
         first.weight = nn.Parameter(_of_channels(first.weight.detach(), channels))

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint.weights import fill
+from lockstep import copy_weights
 from project.models.classifier import ImageClassifier
 from project.models.published import downloaded
 
@@ -54,7 +54,7 @@ class ResNet18(ImageClassifier):
         if pretrained:
             from torchvision.models import ResNet18_Weights
 
-            fill(net, downloaded(ResNet18_Weights.DEFAULT))
+            copy_weights(net, downloaded(ResNet18_Weights.DEFAULT))
         super().__init__(net, channels=channels, image_size=image_size, num_classes=num_classes, **task)
 
     def stages(self) -> list[nn.Module]:

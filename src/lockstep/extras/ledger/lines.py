@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config
+from lockstep.config.instantiate import locate
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.run.provenance import code_sha256, git_info, versions
@@ -33,7 +34,6 @@ BESIDE = (
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
-WATCHING = ("Meter", "Console", "Dashboard", "Pictures", "Checkpoint")  # callbacks of ours that change nothing
 # What a checkpoint holds, beside weights, that the next step follows from: of Lightning, and its loss scaler and EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
@@ -137,15 +137,14 @@ def deciding(config: Config) -> dict[str, Any]:
     """The part of a config that the weights' bits follow from, as it was resolved: without `exact`, the layout too."""
     layout, record = config.layout, config.record
     kept = {key: value for key, value in record.items() if key not in BESIDE}
-    watching = tuple(f"lockstep.callbacks.{name}" for name in WATCHING)
-    callbacks = {name: options for name, options in config.callbacks.items() if options}
+    callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
     sync = record["strategy"].get("sync_batchnorm", False)
     strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
     extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
     own = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
     own["shares"] = list(layout.shares)
     return kept | {
-        "callbacks": {name: each for name, each in callbacks.items() if each.get("_target_") not in watching},
+        "callbacks": callbacks,
         "strategy": strategy if layout.exact else strategy | own,
         "extras": extras,
         "speed": {"memory_format": config.speed.memory_format},
@@ -154,6 +153,12 @@ def deciding(config: Config) -> dict[str, Any]:
         "precision": config.precision,
         "threads": config.worker_threads,
     }
+
+
+def _may_change(name: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a callback may change the weights: its class has no `changes_weights = False`."""
+    target = locate(f"callbacks.{name}._target_", str(options.get("_target_")))
+    return bool(getattr(target, "changes_weights", True))
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------

@@ -7,16 +7,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lockstep.callbacks import first_page
-from lockstep.callbacks.first_page import PICTURE, boards, draw
-from lockstep.callbacks.meter import find
-from lockstep.errors import UserError
-from lockstep.launch.signals import Interrupted
-from lockstep.step.lightning_quirks import is_last_step
-from lockstep.step.passes import overrides
-from lockstep.step.untimed import untimed
+from lockstep import Interrupted, UserError, find_meter, hyper_parameters, is_last_step, peak_lr, untimed
+from project.callbacks.first_page import PICTURE, boards, draw, write
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
 MOST_POINTS = 1000  # of a training curve in the picture
@@ -36,6 +31,8 @@ class Dashboard(Callback):
         headline: step, layout and length of the run.
     """
 
+    changes_weights = False
+
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config
         self._headline = headline
@@ -44,7 +41,7 @@ class Dashboard(Callback):
         self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        meter = find(trainer)
+        meter = find_meter(trainer)
         if meter is None:
             raise UserError("callbacks.dashboard shows what callbacks.meter measures: keep that one")
         self._meter = meter
@@ -54,10 +51,10 @@ class Dashboard(Callback):
             return
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                about = f"{self._headline}\n{first_page.peak_lr(trainer.optimizers)}"
-                first_page.write(logger.experiment, trainer.global_step, self._config, about)
+                about = f"{self._headline}\n{peak_lr(trainer.optimizers)}"
+                write(logger.experiment, trainer.global_step, self._config, about)
             elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
-                logger.log_hyperparams(dict(first_page.hyper_parameters(self._config)))
+                logger.log_hyperparams(dict(hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         strategy: Any = trainer.strategy
@@ -89,7 +86,7 @@ class Dashboard(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not (data and data.splits.test is not None and overrides(pl_module, "test_step", LightningModule)):
+        if not (data and data.splits.test is not None and is_overridden("test_step", pl_module)):
             self._picture(trainer, "completed")
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

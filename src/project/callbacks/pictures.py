@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep.callbacks.first_page import HEIGHT, boards, figure
-from lockstep.data import Spec
-from lockstep.launch.process_group import of_ranks
-from lockstep.step.lightning_quirks import is_last_step
-from lockstep.step.untimed import untimed
+from lockstep import Spec, gather_objects, is_last_step, untimed
+from project.callbacks.first_page import HEIGHT, boards, figure
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
 MOST_NUMBERS = 25  # classes up to which a confusion matrix has numbers in its cells
@@ -37,6 +34,8 @@ class Pictures(Callback):
     Args:
         seconds: least time between two validations that are drawn.
     """
+
+    changes_weights = False
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # when a validation is drawn
@@ -163,7 +162,7 @@ class Mistakes:
 
     def gather(self) -> None:
         """Keeps the worst over all ranks; every rank must call it."""
-        self.worst = self._worst(chain.from_iterable(of_ranks(self.worst)))
+        self.worst = self._worst(chain.from_iterable(gather_objects(self.worst)))
 
     def draw(self, title: str) -> Any:
         """Each image, and below it what it was taken for, how surely, and what it is; a figure."""

@@ -1,21 +1,21 @@
 """What TensorBoard shows at first sight: validation of all runs, a page of the curves that matter, the run in one
 picture, texts, HParams."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
-from torch.optim import Optimizer
 from torch.utils.tensorboard.summary import hparams
+
+from lockstep import hyper_parameters
 
 # TensorBoard's first page shows the groups of tags by their names, and opens the first two.
 FIRST = {"val/acc": "headline/val_acc", "val/loss": "headline/val_loss"}  # so these curves are drawn there once more
 PICTURE = "view/run"  # of each run one: below the curves in which runs can be compared
 HEIGHT = 2.2  # inches of a picture
 COUNTS = ("/correct", "/count")
-LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
 
 FORKED = "(_step|_epoch)?"  # what Lightning adds to a name that is logged both at steps and at epochs' ends
 # Title -> tags (regular expressions); a chart each, all on one page.
@@ -67,19 +67,6 @@ def draw(curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> Any:
     return made
 
 
-def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
-    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
-
-
-def peak_lr(optimizers: Sequence[Optimizer]) -> str:
-    """The learning rates that the optimizers' schedules rise to, `lr 0.01` or `lr 0.01 to 0.05`, for people."""
-    peaks = set(learning_rates(optimizers))
-    return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
-
-
 def boards(trainer: Trainer) -> list[TensorBoardLogger]:
     """The Trainer's TensorBoard loggers."""
     return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
@@ -96,14 +83,3 @@ def write(writer: Any, step: int, config: Mapping[str, Any], headline: str) -> N
     _, *session = hparams(dict(hyper_parameters(config)), {})
     for summary in session:
         writer.file_writer.add_summary(summary)
-
-
-def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, bool | int | float | str]]:
-    """The plain leaves of a config by dotted key, without what is null or no hyper-parameter."""
-    for key, value in config.items():
-        if value is None or key.startswith("_") or (not above and key in LEFT_OUT):
-            continue
-        if isinstance(value, Mapping):
-            yield from hyper_parameters(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value if isinstance(value, bool | int | float | str) else str(value)

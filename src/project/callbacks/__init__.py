@@ -1,0 +1,7 @@
+"""What shows a run: curves, TensorBoard's first page, pictures of what a classifier gets wrong."""
+
+from project.callbacks.dashboard import Dashboard
+from project.callbacks.first_page import TensorBoard
+from project.callbacks.pictures import Pictures
+
+__all__ = ["Dashboard", "Pictures", "TensorBoard"]

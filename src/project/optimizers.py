@@ -1,0 +1,54 @@
+"""Parameter groups by patterns of names; conf/train.yaml names what makes them, `optimizer.param_groups`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lockstep import UserError, matching
+
+RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
+
+
+class LrScale:
+    """Gives parameters a factor of the learning rate, at every moment of every schedule: `optimizer.lr_scale`.
+
+    lr_scale: factors by patterns of parameter names, of several the last that matches: `{net.*: 0.1, net.fc.*: 1}`.
+    """
+
+    def __init__(self, lr_scale: Mapping[str, float]) -> None:
+        self.factors = dict(lr_scale)
+
+    def divide(
+        self, groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, nn.Parameter]]
+    ) -> list[dict[str, Any]]:
+        """Cut each parameter group of an optimizer in those of one pattern, with its part of the learning rate.
+
+        Args:
+            named: the module's `named_parameters()`.
+
+        Raises:
+            UserError: a pattern matches no name.
+        """
+        names = {id(parameter): name for name, parameter in named}
+        try:
+            patterns = matching(self.factors, list(names.values()))
+        except ValueError as error:
+            raise UserError(f"optimizer.lr_scale: {error}") from error
+        parts = []
+        for group in groups:
+            of = [patterns.get(names.get(id(parameter), "")) for parameter in group["params"]]
+            for pattern in dict.fromkeys(of):
+                scale = 1.0 if pattern is None else self.factors[pattern]
+                part = {**group, "lr": group["lr"] * scale, "lr_scale": scale}
+                for name in {"params", "param_names"} & group.keys():
+                    part[name] = [each for each, its in zip(group[name], of, strict=True) if its == pattern]
+                parts.append(part)
+        return parts
+
+    def schedule(self, options: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the options of a schedule that differ between the groups. Those that are learning rates, OneCycleLR's
+        max_lr say, would be all groups' alike."""
+        scales = [group.get("lr_scale") for group in groups]
+        rates = [] if None in scales else [name for name in RATES if isinstance(options.get(name), int | float)]
+        return {name: [options[name] * scale for scale in scales] for name in rates}
