@@ -67,7 +67,6 @@ class Checkpoint(LightningCheckpoint):
         self._validated = -1  # the step after which it was done last
         self._by_validation = (monitor or "").startswith("val")  # whether that logs the metric: `val/acc`, or `val_acc`
         self._due = False
-        self._unapplied = False  # whether gradients were waiting when it was saved last
 
     @property
     def best(self) -> str:
@@ -121,13 +120,7 @@ class Checkpoint(LightningCheckpoint):
         if self.monitor is not None and expected and self.monitor not in names:
             raise UserError(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._unapplied:  # of a run that was stopped early; by now they are applied
-            self.save(trainer)
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        gradients = getattr(trainer, "gradients", None)
-        self._unapplied = gradients is not None and gradients.waiting > 0
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
 from lockstep.config import checks
-from lockstep.config.arguments import config_folders, key, parsed, quoted, searched, separated, sweeps
-from lockstep.config.checks import ROOT
+from lockstep.config.arguments import SEVERAL, config_folders, key, parsed, quoted, searched, separated, sweeps
+from lockstep.config.checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
@@ -65,9 +65,22 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         folder = Path("${outputs}", *folder.parts[-2:])
     merged = {key(override): override for override in saved}
     _forget_length(merged, given)
+    for group in SEVERAL:
+        _forget_options(merged, group, given)
     merged |= {key(override): override for override in given}
     merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
     return [*merged.values(), *flags]
+
+
+def _forget_options(saved: dict[str, str], group: str, given: Sequence[str]) -> None:
+    """Leave out saved options of files that the group chosen now does not have: `extras=none` after `extras.x.y=1`."""
+    chosen = [override for override in given if key(override) == group]
+    if not chosen:
+        return
+    names = chosen[-1].partition("=")[2].strip("[]").split(",")
+    for name in set(options(group)) - {name.strip() for name in names}:
+        for option in [each for each in saved if each.startswith(f"{group}.{name}.")]:
+            del saved[option]
 
 
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:

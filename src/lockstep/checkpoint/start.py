@@ -83,6 +83,10 @@ class TakeFolder(Callback):
         if self._due:
             self._take()
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._due:  # something is saved although no step was left to make
+            self._take()
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._due:
             self._take()

@@ -125,7 +125,8 @@ def front_page(file: Path) -> str:
 
 def no_option(group: str, name: str) -> str:
     """That a group has no file of this name, and which it has."""
-    return f"{group}={name}: {unknown(name, options(group))}"
+    elsewhere = [f"did you mean {other}={name}?" for other in ("strategy", "extras") if name in options(other)]
+    return f"{group}={name}: {' '.join([*elsewhere, unknown(name, options(group))])}"
 
 
 def no_name(group: str, command_line: Sequence[str]) -> str:
@@ -139,7 +140,11 @@ def no_key(key: str, error: Any) -> str:
     """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
     if error is None:  # a group of which the front page chooses nothing
         return f"{key}: there is no such key; +{key}=<name> adds it"
-    group = key.partition(".")[0]
+    group, _, rest = key.partition(".")
+    if (file := rest.partition(".")[0]) and group in SEVERAL and file in options(group):
+        return f"{key}: {group}={file} is not chosen: {group}=[{file}] brings it"
+    if key in options("extras"):
+        return f"{key}: there is no such key; did you mean extras=[{key}]?"
     if error.full_key == group and (names := options(group)):
         return f"{key}: there is no such key; {group}=<name> brings some: {', '.join(names)}"
     config: Any = OmegaConf.to_container(error.parent_node._get_root())

@@ -116,7 +116,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
     if keys.precision == "auto":
         kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
-    extras = {name: instantiate(f"extras.{name}", options) for name, options in keys.extras.items() if options}
+    extras = _extras(keys, trains)
     config = Config(
         **kept,
         data=dict(keys.data),
@@ -133,6 +133,22 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
     for one, other, why in rules:
         raise UserError(f"{one} and {other} don't go together: {why}")
     return config
+
+
+def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:
+    """Return the extras that are chosen, by name."""
+    extras = {}
+    for name, options in keys.extras.items():
+        if not options:
+            continue
+        if not trains:
+            raise UserError(f"extras=[{name}]: extras take part in training only; leave it out")
+        extra = instantiate(f"extras.{name}", options)
+        if not isinstance(extra, Extra):
+            raise UserError(f"extras.{name}._target_={options['_target_']}: must be a lockstep.config.extras.Extra")
+        extra.name = name
+        extras[name] = extra
+    return extras
 
 
 def _devices(keys: Keys) -> tuple[str, int]:

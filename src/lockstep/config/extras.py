@@ -25,7 +25,7 @@ class RunParts:
         config: the checked config.
         splits: the opened data (`lockstep.data.Splits`).
         folder: the run's.
-        module: with the weights that the run begins with.
+        module: with the weights that a new run begins with; a resumed run's are loaded later, from `resumed`.
         resumed: the checkpoint that the run continues from; empty: none.
         rank: of this worker.
     """
@@ -51,13 +51,15 @@ class CheckpointObserver(Protocol):
 class Extra:
     """A feature that the core does not know by name. Every method does nothing here: override what you need."""
 
-    own_weights = False  # whether each process steps by a gradient of its own
+    own_weights = False  # whether each process steps by a gradient of its own, to weights of its own
     changes_weights = True  # whether a run has other weights with it
+    can_skip = True  # whether a step may be left out (nonfinite=skip)
+    name = ""  # of its file in conf/extras/, set when it is chosen
 
     @property
     def setting(self) -> str:
-        """The extra's most important option as it is typed, for messages: `extras.<name>.<option>=<value>`."""
-        return f"extras=[{type(self).__name__.lower()}]"
+        """What a user types for it, for messages: `extras.<name>.<option>=<value>` where an option matters."""
+        return f"extras=[{self.name}]"
 
     def conflicts(self, config: "Config") -> Iterable[tuple[str, str]]:
         """Yield what the extra can't be combined with: the other setting as it is typed, and why."""
@@ -80,7 +82,7 @@ class Extra:
         return ()
 
     def callbacks(self, parts: RunParts) -> "Sequence[Callback]":
-        """Return callbacks of Lightning's Trainer, which are called before all others."""
+        """Return callbacks of Lightning's Trainer, which are called before those of the core and of conf/."""
         return ()
 
     def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:

@@ -152,15 +152,23 @@ def make_trainer(
     # one piece has no order to depend on
     kind = ExactGradientSum if layout.exact and layout.pieces > 1 else GradientSum
     gradients = kind(config.strategy.make(layout), layout.replicas)
-    hooks: list[StepHook] = [FiniteGradientCheck(config.nonfinite, later=layout.accelerator == "gpu")]
+    hooks: list[StepHook] = [
+        FiniteGradientCheck(
+            config.nonfinite,
+            later=layout.accelerator == "gpu",
+            can_skip=all(extra.can_skip for extra in config.extras.values()),
+        )
+    ]
     observers: list[CheckpointObserver] = []
+    first: list[pl.Callback] = []
     for extra in config.extras.values():
         if parts is None:
             break
         gradients = extra.wrap_gradients(gradients)
         hooks += extra.step_hooks(parts)
-        callbacks = [*extra.callbacks(parts), *callbacks]
+        first += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
+    callbacks = [*first, *callbacks]
     alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
     debug = dict(config.debug.trainer)
     if isinstance(debug.get("profiler"), dict):

@@ -29,10 +29,12 @@ class FiniteGradientCheck(StepHook):
     Args:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
         later: whether, under `stop`, to know a step later: on a GPU.
+        can_skip: whether `skip` could be chosen.
     """
 
-    def __init__(self, policy: str, later: bool = False) -> None:
+    def __init__(self, policy: str, later: bool = False, can_skip: bool = True) -> None:
         self.policy = policy
+        self.can_skip = can_skip
         self.later = later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # as the step began: running statistics, say
         self._asked: Any = None  # whether a step is finite, the event after which that is known, and the step
@@ -109,7 +111,8 @@ class FiniteGradientCheck(StepHook):
                 raise NonFinite(f"{wrong}, at a loss scale of {scaler.get_scale():.1g} too; precision=bf16-mixed")
             return False
         if self.policy == "stop":
-            raise NonFinite(f"{wrong}; nonfinite=skip would leave such steps out")
+            advice = "; nonfinite=skip would leave such steps out" * self.can_skip
+            raise NonFinite(f"{wrong}{advice}")
         LOG.warning("%s; skipped", wrong)
         return True
 

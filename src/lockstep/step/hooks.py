@@ -19,13 +19,15 @@ class StepHook:
         """Before the first pass."""
 
     def after_piece(self, step: "Step", micro_batch: "MicroBatch") -> None:
-        """After a backward pass, while the parameters still have the gradient of this micro-batch's pieces."""
+        """After a backward pass. `strategy.piece_gradients` has the gradient of each piece under exact=true; without it
+        the parameters have the sum of the pieces so far."""
 
     def after_passes(self, step: "Step") -> None:
-        """After the last pass, before anything is summed over processes. May communicate: every process calls it."""
+        """After the last pass, before `GradientSum.reduce`. May communicate: every process calls it, also one without a
+        sample."""
 
     def before_optimizer_step(self, step: "Step") -> None:
-        """After the sum: the parameters have the gradient of `step`, the same on every process."""
+        """After the sum: the parameters have the gradient of `step`, on every process that sums it the same."""
 
     def after_optimizer_step(self, step: "Step") -> None:
         """After the weights have changed."""

@@ -183,3 +183,18 @@ def test_a_late_gradient_that_is_not_finite_has_its_own_step_and_no_checkpoint(t
         fit(tmp_path, Saves(events, broken=1), GradientSum, late=2)
     assert events[-1] == "passes 1"
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["1.ckpt"]
+
+
+def test_what_waits_is_applied_and_saved_where_nothing_is_left_to_train(project: Path, tmp_path: Path) -> None:
+    """And a run goes on without the extra, although options of it were given before."""
+    options = ("checkpoint_every=1", "checkpoint_keep=-1", *late_by(2), "callbacks=[default,ema]")
+    run = train(project, tmp_path / "whole", "LitDigits", "lr=0.1", *options, "max_steps=5")
+    last = run.folder / "checkpoints" / "step_3.ckpt"
+    back = Program(run.folder.parent, str(project / "src" / "train.py"))(f"resume={last}", "max_steps=3", cwd=project)
+    held = checkpoint_of(run.folder)
+    assert not held["loops"]["fit_loop"]["epoch_loop.state_dict"]["gradients"]["waiting"]
+    plain = {name: held["current_model_state"][name] for name in held["current_model_state"]}
+    assert any(not torch.equal(value, held["state_dict"][name]) for name, value in plain.items()), "not the average"
+    assert summary_of(run.folder)["steps"] == 3, str(back)
+    without = go_on(project, run, "extras=none", "max_steps=4")
+    assert without.summary["steps"] == 4

@@ -25,6 +25,8 @@ class Late(Extra):
         steps: between the passes of a gradient and its use.
     """
 
+    can_skip = False
+
     def __init__(self, steps: int) -> None:
         if steps < 1:
             raise ValueError(f"steps={steps}: must be 1 or more")
@@ -53,6 +55,13 @@ class Late(Extra):
 
     def describe(self) -> str:
         return f"gradients applied {plural(self.steps, 'step')} late"
+
+    def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
+        if resumes:
+            yield (
+                f"{self.setting}: a run that had ended has applied all its gradients, so one that is made longer does "
+                "not end with the bits of one that was as long from the start"
+            )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         from lockstep.extras.late.sum import LateSum

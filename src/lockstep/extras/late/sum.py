@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
+from lockstep.checkpoint.callback import Checkpoint
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 from lockstep.step.gradients import GradientSum, StartedSum, WrappedGradientSum
@@ -98,20 +99,25 @@ class LateSteps(StepHook):
 
 
 class AppliesTheRest(Callback):
-    """Applies what waits when a run is stopped early, and where one resumes that was killed before that."""
+    """Applies what waits, and saves, at the end of a run that was stopped early, and of one that resumes where no step
+    is left. Before other callbacks: an average of the weights takes their place at the end."""
 
     def __init__(self, late: LateSum) -> None:
         self.late = late
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        apply_the_rest(trainer, self.late)
+        if apply_the_rest(trainer, self.late):
+            for callback in trainer.checkpoint_callbacks:
+                if isinstance(callback, Checkpoint):
+                    callback.save(trainer)
 
     on_fit_end = on_train_end
 
 
-def apply_the_rest(trainer: Any, late: LateSum) -> None:
-    """Apply the gradients that wait, the oldest first. They count as no steps."""
-    loop = trainer.fit_loop.epoch_loop
+def apply_the_rest(trainer: Any, late: LateSum) -> int:
+    """Apply the gradients that wait, the oldest first. They count as no steps. Returns how many there were."""
+    loop, count = trainer.fit_loop.epoch_loop, late.waiting
     while late.waiting:
         loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
     loop.passes.settle()
+    return count

@@ -23,6 +23,7 @@ class LocalSgd(Extra):
     """
 
     own_weights = True
+    can_skip = False
 
     def __init__(self, every: int) -> None:
         if every < 1:
@@ -42,7 +43,7 @@ class LocalSgd(Extra):
         if config.strategy.compression != "none":
             yield f"strategy.compression={config.strategy.compression}", "no gradient is sent"
         if config.nonfinite == "skip":
-            yield "nonfinite=skip", "other steps have built on it by then"
+            yield "nonfinite=skip", "each process would decide for itself"
         if config.precision == "16-mixed":
             yield "precision=16-mixed", "its loss scale is one for all; bf16-mixed"
 
