@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, forked, wait_for
 from network.machines import Machines, NoMachines
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 
 
 CHAOS = ROOT / "scripts" / "lab" / "chaos.py"

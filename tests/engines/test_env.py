@@ -8,7 +8,7 @@ import pytest
 from conftest import Run, free_port
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 
 
 def start(site: Site, count: int, *options: str) -> list[subprocess.Popen[str]]:

@@ -9,6 +9,7 @@ from conftest import Run
 from engines.sites import BAD, JOB, SLOW, Site, ended_well, everything, refused_once
 
 pytestmark = [
+    pytest.mark.proof,
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (package openmpi-bin)"),
 ]

@@ -3,7 +3,7 @@
 import pytest
 from conftest import ROOT, forked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.proof]
 SILENT = ROOT / "scripts" / "lab" / "silent_faults.py"
 
 
