@@ -23,6 +23,9 @@ def copied(folder: Path) -> Path:
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / part, folder / part)
+    who = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    for command in (("init", "-q"), ("add", "-A"), (*who, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
 
 
