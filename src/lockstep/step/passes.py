@@ -169,8 +169,7 @@ class Step:
         """Compute the loss of a micro-batch; its graph is kept until `backward`."""
         micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch = self._prepared(micro_batch)
-        with strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
-            loss, outputs = numbers_of(self._call(batch))
+        loss, outputs = self._numbers(batch, micro_batch)
         self._under_way[number] = batch, loss
         if not strategy.numbers_come_later:
             self._outputs.append(outputs)
@@ -180,14 +179,13 @@ class Step:
         micro_batch, strategy = self.batch.micro_batches[number], self.strategy
         batch, loss = self._under_way.pop(number)
         if strategy.numbers_come_later:
-            with strategy.micro_batch(micro_batch, self._seeds(micro_batch)), torch.no_grad():
-                self._outputs.append(numbers_of(self._call(batch))[1])
+            with torch.no_grad():
+                self._outputs.append(self._numbers(batch, micro_batch)[1])
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
         """Compute the gradient of a micro-batch that is not one of this step's own, and keep no numbers of it."""
-        with self.strategy.micro_batch(micro_batch, self._seeds(micro_batch)):
-            loss, _ = numbers_of(self._call(self._prepared(micro_batch)))
+        loss, _ = self._numbers(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
     def without_data(self) -> "Step":
@@ -211,9 +209,12 @@ class Step:
             if all(name in each for each in self._outputs)
         }
 
-    def _call(self, batch: Any) -> Any:
+    def _numbers(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
+        """Run `training_step` on what `_prepared` has made: the seeds of the pieces are set after it has drawn."""
         assert self._forward is not None
-        return self._forward(batch)
+        seeds = [piece_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
+        with self.strategy.micro_batch(micro_batch, seeds):
+            return numbers_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         assert self._backward is not None
@@ -221,9 +222,6 @@ class Step:
         if not self.strategy.numbers_come_later:  # else the gradient that arrives is weighted
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
-
-    def _seeds(self, micro_batch: MicroBatch) -> list[int]:
-        return [piece_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
         """What `training_step` gets: each piece's samples mixed, and then what the module's own

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Run, summary_of
+from conftest import TINY, Program, Run, summary_of
 from own_runs import DDP, DP, jobs, same_bits, train
+from test_promise_4_same_result import TOGETHER, featured
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
@@ -63,6 +64,21 @@ def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_p
         assert same_bits(plain, audited)
         assert audited.summary["metrics"] == plain.summary["metrics"] | {"audit/pieces": 8}
         assert "audit: 8 pieces computed again, all the same bits" in (audited.folder / "train.log").read_text()
+
+
+RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pieces=4", "max_epochs=1")
+
+
+@pytest.mark.parametrize(
+    "task", [*map(featured, TOGETHER), RANDOM_TWICE], ids=[*map("+".join, TOGETHER), "mixed+dropped"]
+)
+def test_whatever_a_run_is_told_pieces_come_to_the_same_bits(task: list[str], run_train: Program) -> None:
+    """By another device, and by the only one."""
+    audited = run_train(*task, "extras=[audit]", "extras.audit.share=1", "strategy=ddp,dp", "devices=1,3", "-m").jobs
+    plain = Program(run_train.outputs / "plain")(*task, "strategy=ddp", "devices=3")
+    for summary in map(summary_of, audited):
+        assert summary["weights_sha256"] == plain.summary["weights_sha256"]
+        assert summary["metrics"]["audit/pieces"] == summary["steps"]
 
 
 def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Path, tmp_path: Path) -> None:
