@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 import forks
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from omegaconf import OmegaConf
 
+from lockstep.config import check as config_check
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import gpu_count
 
@@ -367,3 +369,19 @@ def _started_by_us(mark: str) -> dict[int, str]:
             family.add(pid)
             found[pid] = command
     return found
+
+
+@pytest.fixture
+def two_cores_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a config is refused for does not depend on the machine that tests, nor on how pytest was started."""
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 0)
+    monkeypatch.setattr(config_check, "cpu_cap", lambda: 8)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("sys.argv", ["src/train.py"])
+    GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def two_gpus(two_cores_no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with two GPUs, as far as a config is checked."""
+    monkeypatch.setattr(config_check, "gpu_count", lambda: 2)

@@ -1,5 +1,7 @@
 """What a user reads whose config is refused."""
 
+import re
+
 import pytest
 from conftest import composed
 
@@ -19,3 +21,9 @@ def refused(*overrides: str) -> str:
     assert said
     assert "\n" not in said
     return said
+
+
+def refused_with(overrides: str, says: str) -> None:
+    """Compose and check a command line's overrides; the one line that refuses them must hold the pattern `says`."""
+    said = refused(*overrides.split())
+    assert re.search(says, said), said
