@@ -163,6 +163,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(run.summary["weights_sha256"])
 
 
+def test_torchrun_starts_a_run_again_where_it_was(tmp_path: Path, undisturbed: str) -> None:
+    program = Program(tmp_path / "outputs", launcher=TORCHRUN)
+    process = program.start(*STRUCK, "devices=2")
+    wait_for(lambda: list(program.outputs.rglob("last.ckpt")), process)
+    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    os.kill(int(agent.read_text().split()[-1]), signal.SIGKILL)
+    run = program.finish(process)
+    assert run.returncode == 0, str(run)
+    assert assert_contract(run.folder, steps=144, test_count=40)["restarts"] == 1
+    assert run.stderr.count("step 32 samples") == 2, "rank zero speaks alone, in each life"
+    assert "leaked" not in run.stderr, "what C++ libraries say of what is left at an interpreter's end"
+    assert re.search(r"resumes after step \d+", run.stderr)
+    assert run.summary["weights_sha256"] == undisturbed
+
+
 def test_a_sweep_of_torchruns_workers(run_train: Program) -> None:
     environments = of_torchrun()
     port = int(environments[0]["MASTER_PORT"])

@@ -17,7 +17,7 @@ from torch import nn
 from lockstep.callbacks import EMA
 from lockstep.run.summary import weights_sha256
 
-TASK = (*NORMS, "max_epochs=3")
+TASK = (*NORMS, "max_epochs=3", "lr=0.1")
 OURS = ("callbacks=ema", "callbacks.ema.decay=0.8", "callbacks.ema.update_every_n_steps=2")
 
 
@@ -27,7 +27,7 @@ def test_the_test_is_that_of_the_average_which_the_best_checkpoint_holds(tmp_pat
     evaluated = Program(tmp_path / "evaluated", "src/evaluate.py")(f"checkpoint={ours.folder}", "threads=1")
     assert evaluated.summary["metrics"] == test
     loss = test["test/loss"]
-    assert abs(plain.summary["metrics"]["test/loss"] / loss - 1) > 1e-3, "the control"
+    assert abs(plain.summary["metrics"]["test/loss"] / loss - 1) > 1e-2, "the control"
 
     last = checkpoint_of(ours.folder)
     average, weights = last["state_dict"], last["current_model_state"]
