@@ -128,11 +128,16 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
         given=given,
     )
-    rules = [*strategy.conflicts(config)]
-    rules += [(extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config)]
-    for one, other, why in rules:
-        raise UserError(f"{one} and {other} don't go together: {why}")
+    _refuse(strategy.conflicts(config))
+    _refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
     return config
+
+
+def _refuse(pairs: Iterable[tuple[str, str, str]]) -> None:
+    """Refuse the first pair of settings, of which neither is empty, that can't be combined; the third says why."""
+    for one, other, why in pairs:
+        if one and other:
+            raise UserError(f"{one} and {other} don't go together: {why}")
 
 
 def _extras(keys: Keys, trains: bool) -> dict[str, Extra]:
@@ -217,7 +222,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     clipped = "gradient_clip_val" * (keys.gradient_clip_val is not None and keys.precision.endswith(("mixed", "auto")))
     fused = f"optimizer.fused=true with {precision}" * bool(keys.optimizer.get("fused"))
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
-    for one, other, why in (
+    pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may differ in it; give bf16-mixed or 32-true"),
         (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto takes what there is"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"it holds for {', '.join(EXACT)}"),
@@ -235,9 +240,8 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
             cpu,
             "there is no GPU for the data to lie on; resident=auto",
         ),
-    ):
-        if one and other:
-            raise UserError(f"{one} and {other} don't go together: {why}")
+    )
+    _refuse(pairs)
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")

@@ -146,7 +146,7 @@ def make_trainer(
 
     Args:
         loaded: what a resumed run continues from.
-        parts: what extras are given; None: an evaluation, in which they take no part.
+        parts: what extras are given; None: there are none, as in an evaluation.
     """
     layout = config.layout
     # one piece has no order to depend on
@@ -162,8 +162,7 @@ def make_trainer(
     observers: list[CheckpointObserver] = []
     first: list[pl.Callback] = []
     for extra in config.extras.values():
-        if parts is None:
-            break
+        assert parts is not None, "extras take part in training only: see config.check"
         gradients = extra.wrap_gradients(gradients)
         hooks += extra.step_hooks(parts)
         first += extra.callbacks(parts)
