@@ -659,17 +659,6 @@ class Past(LitDigits):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-class WholeLoss(LitDigits):
-    def forward(self, x):
-        return self.net(x).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        """It comes before the first step, too."""
-
-    def training_step(self, batch, batch_idx):
-        return self(batch[0])
-
-
 class Views(LitDigits):
     def training_step(self, batch, batch_idx):
         x, y = batch

@@ -22,9 +22,7 @@ def make(**options: Any) -> Layout:
 def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) -> None:
     pieces += world
     layout = make(strategy=strategy, devices=world, pieces=pieces, batch_size=pieces)
-    dealt = [
-        pair for rank in range(layout.world_size) for micro_batch in layout.micro_batches(rank) for pair in micro_batch
-    ]
+    dealt = [pair for rank in range(layout.world_size) for pair in layout.micro_batches(rank)]
     assert sorted(piece for _, piece in dealt) == list(range(pieces))
     assert all(piece in layout.owned(device) for device, piece in dealt)
     loads = [len(layout.owned(device)) for device in range(world)]
@@ -32,12 +30,9 @@ def test_every_piece_is_computed_once(world: int, pieces: int, strategy: str) ->
     assert layout.accumulate == max(loads)
 
 
-@given(world=counts, pieces=counts)
-def test_dp_idles_first_and_never_last(world: int, pieces: int) -> None:
-    layout = make(strategy="dp", devices=world, pieces=world + pieces, batch_size=world + pieces)
-    at_once = [len(micro_batch) for micro_batch in layout.micro_batches(0)]
-    assert at_once[-1] == world
-    assert at_once == sorted(at_once)
+def test_dp_deals_pieces_in_rounds() -> None:
+    layout = make(strategy="dp", devices=3, pieces=8, batch_size=8)
+    assert layout.micro_batches(0) == [(0, 0), (1, 3), (2, 6), (0, 1), (1, 4), (2, 7), (0, 2), (1, 5)]
 
 
 def test_pieces_and_accumulation_follow_from_each_other() -> None:

@@ -62,10 +62,7 @@ class Record(pl.Callback):
     ) -> None:
         self.samples = batch.samples
         for micro_batch in batch.micro_batches:
-            starts = np.cumsum([0, *micro_batch.sizes])
-            for piece, start, stop in zip(micro_batch.pieces, starts, starts[1:], strict=False):
-                ids = np.asarray(micro_batch.ids[start:stop])
-                self.ids[batch.step, piece] = hashlib.sha256(ids.tobytes()).hexdigest()
+            self.ids[batch.step, micro_batch.piece] = hashlib.sha256(micro_batch.ids.tobytes()).hexdigest()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         named = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}

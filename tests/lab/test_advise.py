@@ -13,6 +13,8 @@ from lockstep.config.checks import group_file
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 
+pytestmark = pytest.mark.proof
+
 TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_classes=3", "accelerator=cpu")
 
 

@@ -8,6 +8,8 @@ from bench.players import OPPONENTS, play
 from conftest import forked
 from traces import STEP, per_step, traced
 
+pytestmark = pytest.mark.proof
+
 PLAYER = """
 import sys, time
 sys.path.insert(0, {opponents!r})

@@ -23,6 +23,8 @@ from lockstep.run.api import compose
 from lockstep.run.training import check_sizes
 from lockstep.strategies.ddp import DistributedDataParallel
 
+pytestmark = pytest.mark.proof
+
 TINY = replace(
     steps.GPU_CASES[0], batch=16, data=steps.SMALL | {"samples": 600}, steps=4, rounds=1, limits=(1e-3, 0.5), save_at=2
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Run, apart, checkpoint_of, summary_of
-from own_runs import DDP, DP, go_on, jobs, must_refuse, same_bits, train
+from own_runs import DDP, go_on, jobs, must_refuse, same_bits, train
 from plain import scalars
 
 from lockstep.checkpoint.resume import key
@@ -151,14 +151,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
         {
             "Gathers": "training_step can't gather from other ranks",
             "Shares": "training_step can't log with sync_dist=True",
-        },
-    ),
-    (
-        DP,
-        {
-            "Past": "training_step must call self(x), not a layer of its own",
-            "WholeLoss": "forward() returned one number for a whole piece",
-            "Views": "training_step calls forward() more than once",
         },
     ),
 ]

@@ -92,7 +92,7 @@ class Flips(Callback):
         choice = chosen(share, order.seed, batch.step, sizes, order.layout)
         if choice is None:
             return -1
-        passes = [choice.piece in micro_batch.pieces for micro_batch in batch.micro_batches]
+        passes = [choice.piece == micro_batch.piece for micro_batch in batch.micro_batches]
         self.number = passes.index(True) if any(passes) else 0
         return choice.devices[0]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate as running_sum
+from itertools import zip_longest
 
 from lockstep.errors import UserError
 from lockstep.text import plural
@@ -93,20 +94,12 @@ class Layout:
         borders = _borders(self.pieces, self.num_devices, self.shares)
         return range(borders[device], borders[device + 1])
 
-    def micro_batches(self, rank: int) -> list[list[tuple[int, int]]]:
-        """What a process computes in one step: for each micro-batch the `(device, piece)` pairs that run at once.
-
-        A device with fewer pieces than others is idle in the first micro-batches, never in the last: DDP's reducer
-        fires in the last backward pass.
-        """
+    def micro_batches(self, rank: int) -> list[tuple[int, int]]:
+        """Return the `(device, piece)` pairs that a process computes in one step, in order; of several devices, first
+        the first piece of each one, then the second piece of each one, and so on."""
         devices = range(self.num_devices) if self.strategy == "dp" else (rank,)
-        owned = {device: self.owned(device) for device in devices}
-        count = max(len(pieces) for pieces in owned.values())
-        idle = {device: count - len(pieces) for device, pieces in owned.items()}  # micro-batches that it sits out
-        return [
-            [(device, pieces[number - idle[device]]) for device, pieces in owned.items() if number >= idle[device]]
-            for number in range(count)
-        ]
+        owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
+        return [pair for at_once in zip_longest(*owned) for pair in at_once if pair is not None]
 
     def finer(self) -> Iterator["Layout"]:
         """The same step in more pieces of equal size, at least twice as many each time, and as many for each device."""

@@ -99,7 +99,7 @@ class StepDataset:
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> StepBatch:
         """Fetch one piece of a step alone, for a device that need not be its owner."""
         epoch, index = self.order.position(step_batch.step)
-        micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index), [(device, piece)])
+        micro_batch = self._micro_batch(epoch, self.order.pieces(epoch, index)[piece], piece, device)
         return self._fetch(replace(step_batch, micro_batches=[micro_batch]))
 
     def _fetch(self, step_batch: StepBatch) -> StepBatch:
@@ -132,30 +132,28 @@ class StepDataset:
         return found
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
-        """Who computes which samples of a step; they are still to be fetched. Pieces without a sample are left out, and
-        micro-batches without a piece."""
+        """Who computes which samples of a step; they are still to be fetched. Pieces without a sample are left out."""
         order = self.order
         pieces = order.pieces(epoch, index)
         nonempty = sum(1 for ids in pieces if len(ids))
 
-        def has_data(micro_batches: list[list[tuple[int, int]]]) -> bool:
-            return any(len(pieces[piece]) for micro_batch in micro_batches for _, piece in micro_batch)
+        def has_data(micro_batches: list[tuple[int, int]]) -> bool:
+            return any(len(pieces[piece]) for _, piece in micro_batches)
 
-        own = []
-        for micro_batch in self.micro_batches:
-            if there := [(device, piece) for device, piece in micro_batch if len(pieces[piece])]:
-                own.append(self._micro_batch(epoch, pieces, there))
+        own = [
+            self._micro_batch(epoch, pieces[piece], piece, device)
+            for device, piece in self.micro_batches
+            if len(pieces[piece])
+        ]
         step = epoch * order.steps_per_epoch + index
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)
         )
         return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
-    def _micro_batch(self, epoch: int, pieces: Sequence[Ids], there: Sequence[tuple[int, int]]) -> MicroBatch:
-        devices, numbers = zip(*there, strict=True)
-        taken = [pieces[piece] for piece in numbers]
-        repeats, ids = np.divmod(np.concatenate(taken), self.order.samples)
-        return MicroBatch(ids, devices, numbers, tuple(map(len, taken)), epoch + (repeats << 32))
+    def _micro_batch(self, epoch: int, taken: Ids, piece: int, device: int) -> MicroBatch:
+        repeats, ids = np.divmod(taken, self.order.samples)
+        return MicroBatch(ids, device, piece, epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):

@@ -13,13 +13,12 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """One forward and backward pass of one process: a piece, or under dp a piece per device.
+    """A piece of a step: one forward and backward pass on one device.
 
     Attributes:
-        ids: the samples' ids in the training set, int64 [n]. They stay on the host.
-        devices: for each piece, the device that computes it (its number over all nodes).
-        pieces: the pieces' numbers in the step. `batch` holds them one after the other.
-        sizes: for each piece its samples, 1 or more.
+        ids: the samples' ids in the training set, int64 [n], 1 or more. They stay on the host.
+        device: the device that computes it (its number over all nodes).
+        piece: its number in the step.
         epochs: beside seed and id, what a sample's augmentation is keyed by: the epoch, and in balanced sampling the
             upper 32 bits say how often the epoch has taken the sample before. Int64 [n].
         batch: the collated samples as the dataset has them; images are `(uint8 [n, C, H, W], int64 [n])`.
@@ -27,12 +26,16 @@ class MicroBatch:
     """
 
     ids: NDArray[np.int64]
-    devices: tuple[int, ...]
-    pieces: tuple[int, ...]
-    sizes: tuple[int, ...]
+    device: int
+    piece: int
     epochs: NDArray[np.int64]
     batch: Any = None
     draws: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Its samples."""
+        return len(self.ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +63,7 @@ class StepBatch:
     @property
     def num_local_samples(self) -> int:
         """Samples that this process computes."""
-        return sum(sum(micro_batch.sizes) for micro_batch in self.micro_batches)
+        return sum(micro_batch.size for micro_batch in self.micro_batches)
 
     def to(self, device: torch.device) -> "StepBatch":
         """One whose tensors lie on `device`."""

@@ -32,7 +32,7 @@ class BatchNormStats:
 
     Args:
         gradients: how those of the pieces are summed: where they are exact, the mean does not depend on the order of
-            the pieces either. Its `strategy.piece_buffers` tells what each piece of a micro-batch left.
+            the pieces either.
         exponents: the grids of the exact sums before, of a run that goes on.
     """
 
@@ -62,7 +62,7 @@ class BatchNormStats:
 
     def begin(self, step_batch: Any) -> None:
         """Remembers where the step starts. One piece on one process needs none of this."""
-        one = step_batch.num_nonempty == 1 and self.world_size == 1 and not self.strategy.copies_buffers
+        one = step_batch.num_nonempty == 1 and self.world_size == 1
         self.active = bool(self.buffers) and not one
         if self.active:
             self.start = [buffer.clone() for buffer in self.buffers]
@@ -81,13 +81,11 @@ class BatchNormStats:
             torch._foreach_copy_(self.counters, self.start_counts)  # `momentum=None` weighs a piece by them
 
     def after(self) -> None:
-        """Adds what a micro-batch's pieces left."""
-        if self.active:
-            for buffers in self.strategy.piece_buffers(self.names, self.buffers):
-                if self.exact is not None:
-                    self.exact.add(buffers)
-                else:
-                    torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in buffers])
+        """Add what a micro-batch left."""
+        if self.active and self.exact is not None:
+            self.exact.add(self.buffers)
+        elif self.active:
+            torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
 
     def finish(self, step_batch: Any) -> None:
         """The mean over the step's pieces, on every process."""

@@ -93,7 +93,7 @@ class GradientSum:
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return what a micro-batch's mean loss counts for. DDP divides by the world size, so it is multiplied in."""
-        return sum(micro_batch.sizes) / step_batch.samples * self.world_size
+        return micro_batch.size / step_batch.samples * self.world_size
 
     def before_piece(self, number: int, step_batch: StepBatch) -> None:
         """Before a micro-batch's forward pass: in the last one, DDP's reducer may send gradients."""
@@ -171,8 +171,8 @@ class ExactGradientSum(GradientSum):
     """Sum without regard to order, so that every layout gets the same bits (see `lockstep.arithmetic.exact_sum`).
 
     Each piece's gradient is taken by itself and never sent: after the last micro-batch, one all-reduce of integers. A
-    micro-batch's mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by
-    the step's samples comes last; so it does not matter whether it holds one piece or, under dp, several.
+    piece's mean loss is weighted by its samples, which cancels the mean's division exactly, and the division by the
+    step's samples comes last.
     """
 
     exact = True
@@ -210,14 +210,13 @@ class ExactGradientSum(GradientSum):
             parameter.grad = None
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        return float(sum(micro_batch.sizes))
+        return float(micro_batch.size)
 
     def before_piece(self, number: int, step_batch: StepBatch) -> None:
         """Nothing: DDP's reducer has no part in exact sums."""
 
     def collect(self, number: int, step_batch: StepBatch) -> None:
-        for gradients in self.strategy.piece_gradients(self.parameters):
-            self.sum.add([p.grad if g is None else g for p, g in zip(self.parameters, gradients, strict=True)])
+        self.sum.add([parameter.grad for parameter in self.parameters])
         self._reset()
 
     def reduce(self, step: "Step") -> "Step | None":

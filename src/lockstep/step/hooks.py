@@ -19,8 +19,8 @@ class StepHook:
         """Before the first pass."""
 
     def after_piece(self, step: "Step", micro_batch: "MicroBatch") -> None:
-        """After a backward pass. `strategy.piece_gradients` has the gradient of each piece under exact=true; without it
-        the parameters have the sum of the pieces so far."""
+        """After a backward pass: the parameters have the gradient of this piece under exact=true; without it, the sum
+        of the pieces so far."""
 
     def after_passes(self, step: "Step") -> None:
         """After the last pass, before `GradientSum.reduce`. May communicate: every process calls it, also one without a

@@ -68,7 +68,7 @@ class StepPasses:
                 hook.before_step(step)
             statistics.begin(step_batch)
             gradients.begin(step_batch)
-            for action, number in step.strategy.schedule(len(step_batch.micro_batches)):
+            for action, number in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
                     statistics.before()
                     gradients.before_piece(number, step_batch)
@@ -201,7 +201,7 @@ class Step:
             return {"loss": next(self.module.parameters()).new_zeros(())}
         if len(self._outputs) == 1:
             return self._outputs[0]
-        sizes = [sum(micro_batch.sizes) for micro_batch in self.batch.micro_batches]
+        sizes = [micro_batch.size for micro_batch in self.batch.micro_batches]
         samples = sum(sizes)
         return {
             name: torch.stack([each[name] * (n / samples) for each, n in zip(self._outputs, sizes, strict=True)]).sum()
@@ -210,10 +210,9 @@ class Step:
         }
 
     def _numbers(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
-        """Run `training_step` on what `_prepared` has made: the seeds of the pieces are set after it has drawn."""
+        """Run `training_step` on what `_prepared` has made: the piece's seed is set after it has drawn."""
         assert self._forward is not None
-        seeds = [piece_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
-        with self.strategy.micro_batch(micro_batch, seeds):
+        with self.strategy.micro_batch(micro_batch, piece_seed(self.passes.seed, self.batch.step, micro_batch.piece)):
             return numbers_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -224,8 +223,7 @@ class Step:
         self._backward(loss if weight == 1 else loss * weight)
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
-        """What `training_step` gets: each piece's samples mixed, and then what the module's own
-        `on_after_batch_transfer` makes of them."""
+        """Return what `training_step` gets: samples mixed, then changed by the module's `on_after_batch_transfer`."""
         data, module = self.data, self.module
         batch = data.finish(micro_batch)
         changes = [data.mix] if data.mixes else []
@@ -233,14 +231,10 @@ class Step:
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
-        seeds = [batch_seed(self.passes.seed, self.batch.step, piece) for piece in micro_batch.pieces]
-
-        def change(batch: Any) -> Any:
-            for each in changes:
-                batch = each(batch)
-            return batch
-
-        return self.strategy.by_piece(change, batch, micro_batch, seeds)
+        self.strategy.seed(batch_seed(self.passes.seed, self.batch.step, micro_batch.piece))
+        for change in changes:
+            batch = change(batch)
+        return batch
 
 
 def overrides(owner: Any, name: str, base: type) -> bool:

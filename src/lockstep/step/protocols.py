@@ -3,14 +3,14 @@
 Rooms above offer it: `lockstep.strategies.base.PieceStrategy` and `lockstep.data.DataModule`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
@@ -32,7 +32,6 @@ class StepStrategy(Protocol):
 
     Attributes:
         staged: whether each process holds another part of the network, and sees all samples.
-        copies_buffers: whether pieces leave their running statistics in copies of the module's.
         numbers_come_later: whether a piece's loss is known only when its backward pass is due: then `training_step` is
             run again, without gradients.
         outdated: whether other parameters are trained than the strategy was set up for.
@@ -40,7 +39,6 @@ class StepStrategy(Protocol):
     """
 
     staged: bool
-    copies_buffers: bool
     numbers_come_later: bool
     hooks: Sequence[StepHook]
 
@@ -56,20 +54,14 @@ class StepStrategy(Protocol):
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]: ...
 
-    def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
-        """Yield the order of the passes of `count` micro-batches, by their numbers."""
+    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
+        """Yield the order of the passes of a step's micro-batches, by their numbers."""
 
-    def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward pass; `seeds` has one seed for each of its pieces."""
+    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch's forward pass: layers draw from generators with this seed."""
 
-    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
-        """Return a micro-batch's batch of which each piece has been changed by itself."""
-
-    def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
-        """Return what each piece of the micro-batch just computed left in the named buffers, on the first device."""
-
-    def piece_gradients(self, parameters: list[nn.Parameter]) -> list[Gradients]:
-        """Return the gradient of each piece of the micro-batch just computed, on the first device."""
+    def seed(self, seed: int) -> None:
+        """Seed the generators of the device to which batches come."""
 
     def start_reducer(self, first: bool) -> None:
         """Have gradients summed over all processes in the passes that follow; they are a step's `first`."""

@@ -132,7 +132,7 @@ class Auto(DDP):
 
 
 class DP(Strategy):
-    """One process that scatters each forward pass over its devices.
+    """One process that computes the pieces on several devices in turn.
 
     Args:
         shares: relative number of pieces of each device.
@@ -149,4 +149,4 @@ class DP(Strategy):
         from lockstep.strategies.base import torch_devices
         from lockstep.strategies.dp import DataParallel
 
-        return DataParallel(torch_devices(layout), exact=layout.exact and layout.pieces > 1)
+        return DataParallel(torch_devices(layout))

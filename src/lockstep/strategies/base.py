@@ -1,6 +1,6 @@
 """One device, and what every strategy tells the passes of a step about a micro-batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -35,26 +35,24 @@ def seed_device(seed: int, device: torch.device) -> None:
 class PieceStrategy(Strategy):
     """A strategy of Lightning's, on which a micro-batch is one piece that the module itself computes."""
 
-    copies_buffers = False  # whether pieces leave their running statistics in copies of the module's
     staged = False  # whether each process holds another part of the network, and sees all samples
     numbers_come_later = False  # whether a piece's loss is known only when its backward pass is due
     hooks: Sequence[StepHook] = ()  # of the trainer's steps
     substitute: Any = None  # what computes in the module's place
 
-    def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
-        """Yield the order of the passes of `count` micro-batches, by their numbers."""
-        return one_by_one(count)
+    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
+        """Yield the order of the passes of a step's micro-batches, by their numbers."""
+        return one_by_one(len(micro_batches))
 
     @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
-        """The context of a micro-batch's forward pass; `seeds` has one seed for each of its pieces."""
-        seed_device(seeds[0], self.root_device)
+    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
+        """Return the context of a micro-batch's forward pass: layers draw from generators with this seed."""
+        seed_device(seed, self.root_device)
         yield
 
-    def by_piece(self, change: Callable[[Any], Any], batch: Any, micro_batch: MicroBatch, seeds: list[int]) -> Any:
-        """A micro-batch's batch, of which each piece has been changed by itself; `seeds` has one seed for each."""
-        seed_device(seeds[0], self.root_device)
-        return change(batch)
+    def seed(self, seed: int) -> None:
+        """Seed the generators of the device to which batches come."""
+        seed_device(seed, self.root_device)
 
     @property
     def outdated(self) -> bool:
@@ -66,14 +64,6 @@ class PieceStrategy(Strategy):
 
     def finish_reducer(self) -> None:
         """After those passes."""
-
-    def piece_buffers(self, names: list[str], buffers: list[Tensor]) -> list[list[Tensor]]:
-        """What each piece of the micro-batch just computed left in the named buffers, on the first device."""
-        return [buffers]
-
-    def piece_gradients(self, parameters: list[nn.Parameter]) -> list[list[Tensor | None]]:
-        """The gradient of each piece of the micro-batch just computed, on the first device."""
-        return [[parameter.grad for parameter in parameters]]
 
     def holds(self, thing: Any) -> bool:
         """Whether this process has a parameter or layer, which it computes with."""

@@ -89,10 +89,10 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece, {why}")
 
     @contextmanager
-    def micro_batch(self, micro_batch: MicroBatch, seeds: list[int]) -> Iterator[None]:
+    def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         self._inside = True
         try:
-            with super().micro_batch(micro_batch, seeds):
+            with super().micro_batch(micro_batch, seed):
                 yield
         finally:
             self._inside = False

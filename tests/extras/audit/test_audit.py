@@ -69,6 +69,7 @@ def test_a_clean_run_says_so_and_keeps_its_bits_and_metrics(project: Path, tmp_p
 RANDOM_TWICE = (*TINY, "data.mix=mixup", "model.dropout=0.3", "exact=true", "pieces=4", "max_epochs=1")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "task", [*map(featured, TOGETHER), RANDOM_TWICE], ids=[*map("+".join, TOGETHER), "mixed+dropped"]
 )

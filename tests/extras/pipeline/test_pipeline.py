@@ -151,7 +151,7 @@ def test_all_pieces_pass_all_stages() -> None:
         accumulate_grad_batches=2,
     )
     assert (layout.pieces, layout.world_size, layout.replicas, layout.accumulate) == (8, 4, 1, 2)
-    assert layout.micro_batches(3) == [[(3, piece)] for piece in range(8)]
+    assert layout.micro_batches(3) == [(3, piece) for piece in range(8)]
     assert layout.describe() == "step 48 samples = 8 pieces x 6 on 4 stages (27% idle) of 2 nodes"
 
 

@@ -72,9 +72,8 @@ class AuditHook(StepHook):
         self._start = copied(step.module) if self.choice else {}
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
-        if self.choice and self.choice.piece in micro_batch.pieces:
-            gradients = step.strategy.piece_gradients(trained(step.module))
-            self._first = digests(gradients[micro_batch.pieces.index(self.choice.piece)])
+        if self.choice and self.choice.piece == micro_batch.piece:
+            self._first = digests([parameter.grad for parameter in trained(step.module)])
 
     def after_passes(self, step: Step) -> None:
         """Compare the two results, before the gradient is summed.
@@ -119,8 +118,7 @@ class AuditHook(StepHook):
         """Compute a piece on a device of this process once more, from the buffers as the step began."""
         with leaving_no_trace(step, self._start):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
-            (gradients,) = step.strategy.piece_gradients(trained(step.module))
-        return gradients
+            return [parameter.grad for parameter in trained(step.module)]
 
     def _place(self, trainer: Any, device: int) -> str:
         """A device of this process, for people."""

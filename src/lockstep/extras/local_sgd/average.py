@@ -24,7 +24,7 @@ class OwnGradients(WrappedGradientSum):
         return 1
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
-        return float(sum(micro_batch.sizes) / step_batch.num_local_samples)
+        return micro_batch.size / step_batch.num_local_samples
 
     def reduce(self, step: Step) -> Step:
         return step

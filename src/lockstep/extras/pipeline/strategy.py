@@ -17,7 +17,7 @@ import math
 import pickle
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -33,6 +33,7 @@ from torchmetrics import Metric
 from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
 from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.step.batch import MicroBatch
 from lockstep.step.parts import contents, parts_of
 from lockstep.step.protocols import Action
 from lockstep.strategies.base import PieceStrategy, T, generators, twin
@@ -164,8 +165,9 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- passes ---
 
-    def schedule(self, count: int) -> Iterator[tuple[Action, int]]:
+    def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield 1F1B: a stage with r stages after it is r pieces ahead."""
+        count = len(micro_batches)
         ahead = min(self.global_rank, count)
         for number in range(count):
             yield Action.FORWARD, number
