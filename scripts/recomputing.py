@@ -17,6 +17,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
 from lockstep.config.checks import group_file
+from lockstep.config.portable import choose_kernels
 from lockstep.config.targets import must_be_named
 from lockstep.data import Splits
 from lockstep.data.build import open_data
@@ -100,7 +101,8 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
             "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
+    choose_kernels(config.layout.exact)
+    if not told.get("exact") and config_sha256(deciding(config)) != config_sha256(told):
         own = told["strategy"]
         layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
         raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")

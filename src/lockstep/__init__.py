@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.run.api import Composed, compose, train
     from lockstep.run.lines import peak_lr
     from lockstep.run.loggers import hyper_parameters
+    from lockstep.run.summary import weights_sha256
     from lockstep.step.batch import StepBatch
     from lockstep.step.lightning_quirks import is_last_step
     from lockstep.step.metrics import Count, ExactMean
@@ -59,6 +60,7 @@ __all__ = [
     "train",
     "untimed",
     "weights_message",
+    "weights_sha256",
 ]
 # Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
 # that a mere import need not wait.
@@ -90,6 +92,7 @@ HOMES = {
     "train": "lockstep.run.api",
     "untimed": "lockstep.step.untimed",
     "weights_message": "lockstep.checkpoint.weights:told",
+    "weights_sha256": "lockstep.run.summary",
 }
 
 began = time.time()  # of a command: this is the first that it imports

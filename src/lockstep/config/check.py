@@ -18,13 +18,14 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.config.checks import checker, show
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
+from lockstep.config.portable import PORTABLE, missing_instructions
 from lockstep.config.schema import Kept, Keys
 from lockstep.config.targets import check_target, named
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
-from lockstep.text import plural
+from lockstep.text import join_names, plural
 
 EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
@@ -212,7 +213,8 @@ def _torchrun(nodes: int, devices: Any) -> str:
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuses what can't go together. Each value is as it is typed, and empty where it is not chosen."""
-    exact = "exact=true" * keys.exact
+    exact = f"exact={show(keys.exact)}" * bool(keys.exact)
+    portable = exact * (keys.exact == PORTABLE)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
     no_ddp = f"strategy={layout.strategy}" * (layout.strategy != "ddp")
     precision = f"precision={keys.precision}"
@@ -229,6 +231,9 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         (fused, clipped, "such an optimizer takes the loss scale away by itself, later; optimizer.fused=false"),
         (f"debug.trainer.deterministic={show(chosen)}" * (chosen is not True), exact, "it takes deterministic kernels"),
         ("debug.trainer.benchmark=true" * bool(keys.debug.trainer.get("benchmark")), exact, "it chooses by speed"),
+        (precision * keys.precision.startswith(("bf16", "auto")), portable, "give precision=32-true"),
+        (compiled, portable, "the compiler follows the processor"),
+        ("accelerator=gpu" * (layout.accelerator == "gpu"), portable, "it is for CPUs; accelerator=cpu"),
         ("elastic=true" * keys.elastic, alone, "only ddp on several devices goes on with fewer; max_restarts=1"),
         (
             "gradient_clip_algorithm=value" * (keys.gradient_clip_algorithm == "value"),
@@ -249,6 +254,8 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
+    if portable and (missing := missing_instructions()):
+        raise UserError(f"{portable}: this processor has no {join_names(missing)}, which it needs; exact=true")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 

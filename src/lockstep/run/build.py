@@ -197,6 +197,6 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
         # False, since it outlives a run in place
-        **({"deterministic": layout.exact and layout.accelerator == "gpu"} | debug),
+        **({"deterministic": bool(layout.exact) and layout.accelerator == "gpu"} | debug),
     )
     return call("debug.trainer", make)  # the only arguments that are as the user has given them

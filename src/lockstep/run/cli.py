@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, checks
+from lockstep.config import arguments, checks, portable
 from lockstep.config.arguments import keyed
 from lockstep.config.checks import ROOT, run_name
 from lockstep.errors import UserError
@@ -138,6 +138,8 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
                 print(page, flush=True)
             return 0, ""
         refuse_unread(os.environ)
+        if portable.asked_for(sys.argv[1:]):
+            portable.choose_kernels(portable.PORTABLE)
         join_external()
         sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()

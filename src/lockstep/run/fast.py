@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.config import portable
 from lockstep.config.check import Config
 from lockstep.launch import logs
 from lockstep.launch.environment import environment
@@ -24,6 +25,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
     if config.speed.allocator != "system":
         keep_freed_memory()
+    portable.set_up_worker(config.layout.exact)
     torch.set_flush_denormal(True)  # gradients of a loss near zero fall below 1e-38: up to 5 times as long a step
     threads = config.worker_threads
     torch.set_num_threads(threads)

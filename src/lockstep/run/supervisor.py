@@ -13,6 +13,7 @@ from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import record_of, saved
 from lockstep.config.arguments import given
 from lockstep.config.check import Config, check
+from lockstep.config.portable import choose_kernels
 from lockstep.errors import UserError
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
@@ -27,6 +28,7 @@ from lockstep.run.summary import conclude, progress, summarise, summary_of
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
     config = check(raw, given=given())
+    choose_kernels(config.layout.exact)
 
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights

@@ -101,7 +101,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
     if config.compile:
-        compile_networks(module, config.layout.exact)
+        compile_networks(module, bool(config.layout.exact))
     if rank == 0:
         provenance.record(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)

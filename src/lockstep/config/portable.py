@@ -1,0 +1,103 @@
+"""`exact=portable`: the same bits on x86-64 processors of different kinds.
+
+ATen, oneDNN and MKL each choose kernels by the processor, and other kernels round differently. Their kernels for AVX2
+round alike on processors of Intel and AMD; MKL's do so in its compatible mode alone. Each library reads its environment
+variable once, at its first computation. docs/trust/portable.md has the processors that were compared.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lockstep.config.checks import ROOT
+from lockstep.errors import UserError
+from lockstep.launch.environment import export
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PORTABLE = "portable"
+VARIABLES = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+INSTRUCTIONS = ("avx2", "fma")  # Linux's names for what these kernels need
+_products: list[Any] = []  # torch's registrations, which end with these objects
+
+
+def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
+    """The instructions that `exact=portable` needs and this processor, or this system's list of them, does not have."""
+    flags: list[str] = []
+    with suppress(OSError):
+        if line := re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE):
+            flags = line[1].split()
+    return [name for name in INSTRUCTIONS if name not in flags]
+
+
+def asked_for(arguments: Sequence[str]) -> bool:
+    """Whether a command line asks for `exact=portable`, itself or by its experiment; Hydra need not have composed."""
+    chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
+    recipe = ROOT / "conf" / "experiment" / f"{chosen.get('experiment')}.yaml"
+    if "exact" not in chosen and recipe.is_file():
+        chosen = yaml.safe_load(recipe.read_text())
+    return chosen.get("exact") == PORTABLE
+
+
+def choose_kernels(exact: bool | str) -> None:
+    """Under `exact=portable` set the variables, in this process and those that it starts; it may have imported torch.
+
+    Raises:
+        UserError: torch has computed in this process already, by other kernels.
+    """
+    if exact != PORTABLE:
+        return
+    export(**VARIABLES)
+    if "torch" in sys.modules:
+        import torch
+
+        if torch.backends.cpu.get_cpu_capability() != "AVX2":
+            raise UserError(
+                "exact=portable: this process has computed by other kernels already: give exact=portable on the "
+                "command line, or set " + " ".join(f"{name}={value}" for name, value in VARIABLES.items())
+            )
+
+
+def set_up_worker(exact: bool | str) -> None:
+    """As `choose_kernels`; and under `exact=portable` let oneDNN compute the products of float32 matrices, from here on.
+
+    MKL's compatible mode takes about two times as long for them, and networks for images call nothing else of MKL's.
+    """
+    choose_kernels(exact)
+    if exact == PORTABLE and not _products:
+        _products.append(_onednn_products())
+
+
+def _onednn_products() -> Any:
+    """Register oneDNN's product of float32 matrices as torch's; return what keeps it registered."""
+    import torch
+
+    def suits(*tensors: "Tensor") -> bool:
+        return all(each.dtype == torch.float32 and each.layout == torch.strided and each.numel() for each in tensors)
+
+    def product(one: "Tensor", other: "Tensor", bias: "Tensor | None") -> "Tensor":
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(one, other.t(), bias, "none", [], "")
+        return result
+
+    def mm(one: "Tensor", other: "Tensor") -> "Tensor":
+        if suits(one, other):
+            return product(one, other, None)
+        return torch.mm(one, other, out=one.new_empty(len(one), other.shape[1]))
+
+    def addmm(bias: "Tensor", one: "Tensor", other: "Tensor", *, beta: Any = 1, alpha: Any = 1) -> "Tensor":
+        if suits(bias, one, other) and bias.shape == other.shape[1:] and beta == alpha == 1:
+            return product(one, other, bias)
+        out = one.new_empty(len(one), other.shape[1])
+        return torch.addmm(bias, one, other, beta=beta, alpha=alpha, out=out)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", mm, "CPU")
+    library.impl("addmm", addmm, "CPU")
+    return library
