@@ -1,4 +1,4 @@
-"""What `exact=portable` costs a step of train.py: against `exact=true`, and against kernels for AVX2 with MKL's fastest."""
+"""What `exact=portable` costs a step: against `exact=true`, and against kernels for AVX2 with MKL as it is."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,9 @@ def portable(folder: Path) -> list[Row]:
         command = [*arguments(case, folder, (case.rounds + 1) * case.steps), f"pieces={PIECES}"]
 
         def under(variables: dict[str, str], command: Command = (*command, "exact=true")) -> list[Command]:
-            return [["-c", WITH_VARIABLES, *(f"{name}={value}" for name, value in variables.items()), "python", *command]]
+            return [
+                ["-c", WITH_VARIABLES, *(f"{name}={value}" for name, value in variables.items()), "python", *command]
+            ]
 
         sides = {"exact": under({}), "avx2": under(avx2), "settings alone": under(VARIABLES)}
         blocks, _ = race(case, {**sides, "portable": [[*command, "exact=portable"]]}, folder)

@@ -5,7 +5,6 @@ round alike on processors of Intel and AMD; MKL's do so in its compatible mode a
 variable once, at its first computation. docs/trust/portable.md has the processors that were compared.
 """
 
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def choose_kernels(exact: bool | str) -> None:
 
 
 def set_up_worker(exact: bool | str) -> None:
-    """As `choose_kernels`; and under `exact=portable` let oneDNN compute the products of float32 matrices, from here on.
+    """As `choose_kernels`; and under `exact=portable` let oneDNN compute products of float32 matrices from here on.
 
     MKL's compatible mode takes about two times as long for them, and networks for images call nothing else of MKL's.
     """
