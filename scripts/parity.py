@@ -198,7 +198,7 @@ def compare(
 ) -> tuple[list[Row], Distances, str]:
     """All trials, each against one device with the same pieces and arithmetic; the tolerance; what to say about it."""
     rows: list[Row] = []
-    first: dict[tuple[bool, int], Outcome] = {}  # one device: without and with exact, and by steps late
+    first: dict[tuple[bool | str, int], Outcome] = {}  # one device: without and with exact, and by steps late
     usual = steps_late(raw)
     tolerance: Distances | None = None
     yardsticks: list[Distances] = []

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 
 from lockstep.config import portable
 
-Case = tuple[str, Callable[[], Iterable[Tensor]]]
+Case = tuple[str, Callable[[], Iterable[Tensor | None]]]
+Make = Callable[[], nn.Module]
 
 
-def passes(make: Callable[[], nn.Module], *shape: int, last: bool = True) -> Iterator[Tensor]:
+def passes(make: Make, *shape: int, last: bool = True) -> Iterator[Tensor | None]:
     """The output of a module for random inputs, the gradients of inputs and parameters, and the module's buffers.
 
     Args:
@@ -43,8 +45,8 @@ def passes(make: Callable[[], nn.Module], *shape: int, last: bool = True) -> Ite
 def nets() -> Iterator[Case]:
     from project.models import FastCNN, MnistCNN, ResNet9, ResNet18, Torchvision
 
-    digits = {"channels": 1, "image_size": 28, "num_classes": 10}
-    photos = {"channels": 3, "image_size": 32, "num_classes": 10}
+    digits: dict[str, Any] = {"channels": 1, "image_size": 28, "num_classes": 10}
+    photos: dict[str, Any] = {"channels": 3, "image_size": 32, "num_classes": 10}
     yield "mnist_cnn", partial(passes, partial(MnistCNN, **digits), 8, 1, 28, 28)
     yield "fast_cnn", partial(passes, partial(FastCNN, **digits), 8, 1, 28, 28)
     yield "resnet9", partial(passes, partial(ResNet9, **photos), 2, 3, 16, 16)
@@ -54,7 +56,7 @@ def nets() -> Iterator[Case]:
 
 
 def convolutions() -> Iterator[Case]:
-    for batch, channels, outputs, size, options in (
+    cases: tuple[tuple[int, int, int, int, dict[str, Any]], ...] = (
         (1, 256, 256, 14, {"kernel_size": 3, "padding": 1}),
         (1, 1024, 256, 14, {"kernel_size": 1}),
         (1, 512, 512, 7, {"kernel_size": 3, "padding": 1, "stride": 2}),
@@ -63,7 +65,8 @@ def convolutions() -> Iterator[Case]:
         (1, 64, 128, 28, {"kernel_size": 5, "padding": 2, "groups": 8}),
         (5, 20, 20, 14, {"kernel_size": 5}),
         (2, 32, 32, 28, {"kernel_size": 3, "padding": 2, "dilation": 2}),
-    ):
+    )
+    for batch, channels, outputs, size, options in cases:
         name = f"conv {batch}x{channels}x{size}x{size} to {outputs}, "
         name += ", ".join(f"{option} {value}" for option, value in options.items())
         make = partial(nn.Conv2d, channels, outputs, **options)
@@ -92,7 +95,7 @@ def linear() -> Iterator[Case]:
     yield "attention", partial(passes, Attention, 4, 65, 96)
 
 
-def in_double() -> Iterator[Tensor]:
+def in_double() -> Iterator[Tensor | None]:
     layer, x = nn.Linear(300, 70).double(), torch.randn(33, 300).double()
     output = layer(x)
     output.sum().backward()
@@ -107,7 +110,8 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(96, 4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
+        result: Tensor = self.attention(x, x, x)[0]
+        return result
 
 
 class Loss(nn.Module):
@@ -122,22 +126,24 @@ class Loss(nn.Module):
 
 
 def layers() -> Iterator[Case]:
-    for make, *shape in (
-        (partial(nn.MaxPool2d, 2), 8, 20, 24, 24),
-        (partial(nn.MaxPool2d, 3, 2, 1), 2, 64, 56, 56),
-        (partial(nn.AvgPool2d, 3, 2, 1), 4, 33, 28, 28),
-        (partial(nn.AdaptiveAvgPool2d, 1), 8, 512, 7, 7),
-        (partial(nn.BatchNorm2d, 64), 8, 64, 28, 28),
-        (partial(nn.BatchNorm2d, 13), 3, 13, 9, 9),
-        (partial(nn.GroupNorm, 8, 64), 8, 64, 28, 28),
-        (partial(nn.LayerNorm, 192), 2, 197, 192),
-        (partial(nn.Softmax, -1), 64, 1000),
-        (partial(nn.LogSoftmax, -1), 64, 10),
-        *((each, 64, 1001) for each in (nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.ELU)),
-        *((each, 64, 1001) for each in (nn.Softplus, nn.Mish, nn.ReLU, partial(nn.GELU, "tanh"))),
-        (partial(nn.Upsample, scale_factor=2, mode="bilinear"), 2, 16, 14, 14),
-        (partial(nn.Dropout, 0.3), 64, 1001),
-    ):
+    functions = (nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.ELU, nn.Softplus, nn.Mish, nn.ReLU)
+    cases: list[tuple[Make, tuple[int, ...]]] = [
+        (partial(nn.MaxPool2d, 2), (8, 20, 24, 24)),
+        (partial(nn.MaxPool2d, 3, 2, 1), (2, 64, 56, 56)),
+        (partial(nn.AvgPool2d, 3, 2, 1), (4, 33, 28, 28)),
+        (partial(nn.AdaptiveAvgPool2d, 1), (8, 512, 7, 7)),
+        (partial(nn.BatchNorm2d, 64), (8, 64, 28, 28)),
+        (partial(nn.BatchNorm2d, 13), (3, 13, 9, 9)),
+        (partial(nn.GroupNorm, 8, 64), (8, 64, 28, 28)),
+        (partial(nn.LayerNorm, 192), (2, 197, 192)),
+        (partial(nn.Softmax, -1), (64, 1000)),
+        (partial(nn.LogSoftmax, -1), (64, 10)),
+        *((each, (64, 1001)) for each in functions),
+        (partial(nn.GELU, "tanh"), (64, 1001)),
+        (partial(nn.Upsample, scale_factor=2, mode="bilinear"), (2, 16, 14, 14)),
+        (partial(nn.Dropout, 0.3), (64, 1001)),
+    ]
+    for make, shape in cases:
         yield f"{make()} {'x'.join(map(str, shape))}", partial(passes, make, *shape)
     for smoothing in (0.0, 0.1):
         yield f"cross entropy, smoothing {smoothing}", partial(passes, partial(Loss, smoothing), 64, 10)
@@ -152,19 +158,18 @@ def random_numbers() -> Iterator[Tensor]:
 
 def optimizers() -> Iterator[Case]:
     fused = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad)
-    for kind, options in (
+    cases: tuple[tuple[Any, dict[str, Any]], ...] = (
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.0005}),
         (torch.optim.AdamW, {"weight_decay": 0.01}),
         (torch.optim.Adam, {}),
         (torch.optim.RMSprop, {}),
         (torch.optim.NAdam, {}),
         (torch.optim.Adagrad, {}),
-    ):
-        for way, chosen in (
-            ("fused", {"fused": True}),
-            ("foreach", {"foreach": True}),
-            ("for loop", {"foreach": False}),
-        ):
+    )
+    ways: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+    ways["for loop"] = {"foreach": False}
+    for kind, options in cases:
+        for way, chosen in ways.items():
             if way != "fused" or kind in fused:
                 yield f"{kind.__name__}, {way}", partial(steps, partial(kind, lr=0.01, **options, **chosen))
 
@@ -193,6 +198,7 @@ def main() -> None:
             torch.manual_seed(0)
             sha256 = hashlib.sha256()
             for tensor in compute():
+                assert tensor is not None
                 sha256.update(tensor.detach().contiguous().numpy().tobytes())
             print(f"{kind}: {name}: {sha256.hexdigest()[:16]}", flush=True)
 

@@ -83,7 +83,7 @@ def predict(
     for count in numbers(config):
         one = measure(batch // count)
         for name, link in found.items():
-            reducing, step = steps(one, link, count, ON_THE_WIRE[compression], config.layout.exact)
+            reducing, step = steps(one, link, count, ON_THE_WIRE[compression], bool(config.layout.exact))
             rows.append(Several(name, count, batch // count, one.step, reducing, step))
     return sorted(rows, key=lambda row: list(found).index(row.link))
 

@@ -10,7 +10,7 @@ from lockstep.config.portable import VARIABLES
 
 PIECES = 4
 GOAL = 1.25  # against kernels for AVX2 without MKL's setting
-CASES = (replace(SMALL_CASE, steps=20, games=2, rounds=5), replace(LARGE_CASE, steps=4, rounds=4))
+CASES = (replace(SMALL_CASE, steps=20, games=2, rounds=6), replace(LARGE_CASE, steps=3, skip=1, rounds=3))
 WITH_VARIABLES = "import os, sys; os.execvp('env', ['env', *sys.argv[1:]])"  # which a player can't be given
 
 

@@ -1,8 +1,9 @@
 """`exact=portable`: the same bits on x86-64 processors of different kinds.
 
-ATen, oneDNN and MKL each choose kernels by the processor, and other kernels round differently. Their kernels for AVX2
-round alike on processors of Intel and AMD; MKL's do so in its compatible mode alone. Each library reads its environment
-variable once, at its first computation. docs/trust/portable.md has the processors that were compared.
+ATen, oneDNN and MKL each choose kernels by the processor, and other kernels round differently. Kernels of ATen and
+oneDNN for AVX2 round alike on processors of Intel and AMD; MKL's do so in its compatible mode, but for some functions.
+Each library reads its environment variable once, at its first computation. docs/trust/portable.md has the processors
+that were compared.
 """
 
 import re
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PORTABLE = "portable"
 VARIABLES = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 INSTRUCTIONS = ("avx2", "fma")  # Linux's names for what these kernels need
-_products: list[Any] = []  # torch's registrations, which end with these objects
+_kernels: list[Any] = []  # registered in this process, as long as the object is there
 
 
 def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
@@ -65,17 +66,19 @@ def choose_kernels(exact: bool | str) -> None:
 
 
 def set_up_worker(exact: bool | str) -> None:
-    """As `choose_kernels`; and under `exact=portable` let oneDNN compute products of float32 matrices from here on.
+    """As `choose_kernels`; and under `exact=portable` replace, from here on, what torch asks of MKL in a training step.
 
-    MKL's compatible mode takes about two times as long for them, and networks for images call nothing else of MKL's.
+    Products of float32 matrices: MKL's compatible mode takes about twice as long as oneDNN. Square roots: MKL's are not
+    those of IEEE 754, and differ between processors.
     """
     choose_kernels(exact)
-    if exact == PORTABLE and not _products:
-        _products.append(_onednn_products())
+    if exact == PORTABLE and not _kernels:
+        _kernels.append(_registered_kernels())
 
 
-def _onednn_products() -> Any:
-    """Register oneDNN's product of float32 matrices as torch's; return what keeps it registered."""
+def _registered_kernels() -> Any:
+    """Register oneDNN's products and numpy's square roots as torch's; return what keeps them registered."""
+    import numpy as np
     import torch
 
     def suits(*tensors: "Tensor") -> bool:
@@ -96,7 +99,19 @@ def _onednn_products() -> Any:
         out = one.new_empty(len(one), other.shape[1])
         return torch.addmm(bias, one, other, beta=beta, alpha=alpha, out=out)
 
+    def sqrt(x: "Tensor") -> "Tensor":
+        return root(x, torch.empty_like(x, dtype=None if x.is_floating_point() or x.is_complex() else torch.float32))
+
+    def root(x: "Tensor", out: "Tensor") -> "Tensor":
+        if x.dtype not in (torch.float32, torch.float64) or x.layout != torch.strided:
+            return torch.sqrt(x, out=out)
+        with np.errstate(invalid="ignore"):
+            np.sqrt(x.detach().numpy(), out=out.detach().numpy())
+        return out
+
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", mm, "CPU")
     library.impl("addmm", addmm, "CPU")
+    library.impl("sqrt", sqrt, "CPU")
+    library.impl("sqrt_", lambda x: root(x, x), "CPU")
     return library
