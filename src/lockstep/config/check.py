@@ -25,7 +25,7 @@ from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
-from lockstep.text import join_names, plural
+from lockstep.text import plural
 
 EPOCHS = 20  # passes over the training set, where neither max_epochs nor max_steps is given
 EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can make independent of their order
@@ -255,7 +255,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
     if portable and (missing := missing_instructions()):
-        raise UserError(f"{portable}: this processor has no {join_names(missing)}, which it needs; exact=true")
+        raise UserError(f"{portable}: this processor has no {' and '.join(missing)}, which it needs; exact=true")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
