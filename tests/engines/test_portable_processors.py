@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Program
+from conftest import ROOT, Program, Run
 
 from lockstep.config.portable import missing_instructions
 
@@ -54,17 +54,19 @@ def test_by_other_kernels_they_have_not() -> None:
     assert not portable & {*lines(None, "--unset", "nets", isa="SSE41")}
 
 
-def test_a_run_on_another_processor_comes_to_the_recorded_weights(tmp_path: Path) -> None:
-    """All of it: a parent that forks, a worker, validation and test."""
-    program = Program(tmp_path / "outputs")
-    command = [str(QEMU), "-cpu", PROCESSORS[0], sys.executable, "src/train.py", "experiment=golden", "logger=none"]
+SHORT = ("experiment=golden", "callbacks.golden=null", "max_epochs=null", "max_steps=3", "logger=none")
+LITTLE = ("+debug.trainer.limit_val_batches=1", "+debug.trainer.limit_test_batches=1")
+
+
+def test_a_whole_run_has_the_same_bits(tmp_path: Path) -> None:
+    """A parent that forks, a worker, validation and test."""
+    there = Program(tmp_path / "there")
+    command = ["nice", str(QEMU), "-cpu", PROCESSORS[0], sys.executable, "src/train.py", f"outputs={there.outputs}"]
     done = subprocess.run(
-        ["nice", *command, f"outputs={program.outputs}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=MINUTES * 60,
-        check=False,
+        [*command, *SHORT, *LITTLE], cwd=ROOT, capture_output=True, text=True, timeout=MINUTES * 60, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "weights_sha256 is the recorded one" in done.stdout + done.stderr
+    emulated = Run(done.returncode, done.stdout, done.stderr, there.outputs)
+    assert emulated.returncode == 0, str(emulated)
+    here = Program(tmp_path / "here")(*SHORT, *LITTLE)
+    assert emulated.summary["weights_sha256"] == here.summary["weights_sha256"]
+    assert emulated.summary["metrics"]["test/loss"] == here.summary["metrics"]["test/loss"]
