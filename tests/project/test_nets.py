@@ -113,6 +113,7 @@ def test_weights_that_cant_be_had_are_refused(monkeypatch: pytest.MonkeyPatch, t
         torchvision(weights=str(tmp_path / "none.pth"))
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_named_net_is_the_same_bits_on_every_layout(tmp_path: Path) -> None:
     run: tuple[str, ...] = (*TINY, "model=timm", "model.arch=test_efficientnet", "data.samples=100", "max_epochs=1")

@@ -69,6 +69,7 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     assert limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are libgomp's")
 def test_threads_wait_shortly_for_each_other_unless_told_otherwise(tmp_path: Path) -> None:
     def turns(**variables: str) -> list[str]:

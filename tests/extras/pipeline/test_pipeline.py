@@ -109,6 +109,7 @@ def test_a_device_holds_its_stage_alone(project: Path, tmp_path: Path) -> None:
     assert min(parts) > 2 * 8 * 16 * 3
 
 
+@pytest.mark.proof
 def test_what_it_costs_is_measured() -> None:
     task = ("data=synthetic", "data.image_size=14", "data.samples=64", "batch_size=16", "pieces=4")
     done = forked("scripts/lab/ways.py", "strategy=ddp", "strategy=pipeline", "--steps=2", "--rounds=1", "--", *task)
