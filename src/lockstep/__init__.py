@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.step.batch import StepBatch
     from lockstep.step.lightning_quirks import is_last_step
     from lockstep.step.metrics import Count, ExactMean
-    from lockstep.step.untimed import untimed
+    from lockstep.step.untimed import exclude_from_timing
     from lockstep.text import join_names, plural
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "peak_lr",
     "plural",
     "train",
-    "untimed",
+    "exclude_from_timing",
     "weights_message",
 ]
 # Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
@@ -88,7 +88,7 @@ HOMES = {
     "peak_lr": "lockstep.run.lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
-    "untimed": "lockstep.step.untimed",
+    "exclude_from_timing": "lockstep.step.untimed",
     "weights_message": "lockstep.checkpoint.weights:told",
 }
 

@@ -126,7 +126,7 @@ class Meter(Callback):
         if self._epoch_number != trainer.current_epoch:  # not one that was resumed
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
-    def add_untimed(self, seconds: float) -> None:
+    def exclude_seconds(self, seconds: float) -> None:
         """Leave `seconds` between two steps out of the time spent waiting for data."""
         self.edge += seconds
 

@@ -17,7 +17,7 @@ from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
 from lockstep.step.lightning_quirks import validates
-from lockstep.step.untimed import untimed
+from lockstep.step.untimed import exclude_from_timing
 
 log = logging.getLogger("lockstep")
 
@@ -83,7 +83,7 @@ class Checkpoint(LightningCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. To be called on all ranks, between two optimizer steps."""
         start = time.perf_counter()
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             trainer.save_checkpoint(self._last, weights_only=False)
         self.seconds += time.perf_counter() - start
         self.saved = trainer.global_step

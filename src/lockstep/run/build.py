@@ -27,7 +27,7 @@ from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
 REFUSED = {
@@ -70,7 +70,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             "model._target_=project.models.ImageClassifier: docs/own.md"
         )
     for hook, why in REFUSED.items():
-        if overrides(module, hook, pl.LightningModule):
+        if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise UserError(f"{named}: with manual optimization a step can't be cut in pieces")

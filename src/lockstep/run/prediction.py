@@ -23,7 +23,7 @@ from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.evaluation import config_of, recorded, some, spec_of, weights_must_fit
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
 SHOWN_ROWS, SHOWN_WIDTH, LONGEST_CELL = 5, 100, 50  # of the table on the console; rows, characters, characters
@@ -86,7 +86,7 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     """
     rank = set_up_worker(config, folder)
     module = load_module(config, splits)
-    if not overrides(module, "predict_step", pl.LightningModule):
+    if not overrides_method(module, "predict_step", pl.LightningModule):
         module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
     data, answers = make_data(config, splits, rank), Answers()
     trainer = make_trainer(config, folder, [answers])

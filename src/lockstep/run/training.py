@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
@@ -44,7 +44,7 @@ from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
@@ -115,7 +115,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
             reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
-        if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
+        if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
             tests.profiler = PassThroughProfiler()  # Lightning's fail where a schedule leaves nothing to report
@@ -130,7 +130,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         error.steps = trainer.global_step  # type: ignore[attr-defined]  # for a parent whose rank zero was killed
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_lost_rank(error)
+        ours = not isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) and not is_lost_rank(error)
         trained = trainer.global_step > first or environment().restarts
         if checkpoint and ours and not trained:  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error

@@ -24,7 +24,7 @@ class FiniteGradientCheck(StepHook):
     """Look at each step's gradient after all sums: every rank holds the same one, so all decide alike.
 
     To skip a step, the host must know before the weights change. To stop, it may know a step later, so that nobody
-    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
+    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`flush`).
 
     Args:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
@@ -37,7 +37,7 @@ class FiniteGradientCheck(StepHook):
         self.can_skip = can_skip
         self.later = later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # as the step began: running statistics, say
-        self._asked: Any = None  # whether a step is finite, the event after which that is known, and the step
+        self._pending: Any = None  # whether a step is finite, the event after which that is known, and the step
 
     def before_step(self, step: Step) -> None:
         if self.policy == "skip":
@@ -60,7 +60,7 @@ class FiniteGradientCheck(StepHook):
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if not gradients and not staged:
             return False
-        self.settle()
+        self.flush()
         wide = torch.float64 if self.later else None  # nobody looks again whether only the sum has overflowed
         sums = [gradient.sum(dtype=wide) for gradient in gradients] or [next(module.parameters()).new_zeros(())]
         finite = torch.stack(sums).isfinite().all()
@@ -69,7 +69,7 @@ class FiniteGradientCheck(StepHook):
         if self.later:
             answer = finite.to("cpu", non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
-            self._asked = answer, event, step
+            self._pending = answer, event, step
             return False
         if bool(finite):
             return False
@@ -84,14 +84,14 @@ class FiniteGradientCheck(StepHook):
                 parameter.grad = None
         return skips
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what is known later.
 
         Raises:
             NonFinite: the last step's gradient was not finite.
         """
-        if self._asked is not None:
-            (finite, event, step), self._asked = self._asked, None
+        if self._pending is not None:
+            (finite, event, step), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
             if not bool(finite):

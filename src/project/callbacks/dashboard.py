@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lockstep import Interrupted, UserError, find_meter, hyper_parameters, is_last_step, peak_lr, untimed
+from lockstep import Interrupted, UserError, exclude_from_timing, find_meter, hyper_parameters, is_last_step, peak_lr
 from project.callbacks.first_page import PICTURE, boards, draw, write
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
@@ -66,7 +66,7 @@ class Dashboard(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not (self._meter.fresh and trainer.is_global_zero):
             return
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
@@ -108,7 +108,7 @@ class Dashboard(Callback):
         found = boards(trainer) if trainer.is_global_zero and self._curves else []
         if not found:
             return
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             said = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
             if points := self._curves.get("val/acc"):
                 best, step = max((acc, step) for step, acc in points)

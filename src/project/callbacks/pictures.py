@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep import Spec, gather_objects, is_last_step, untimed
+from lockstep import Spec, exclude_from_timing, gather_objects, is_last_step
 from project.callbacks.first_page import HEIGHT, boards, figure
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
@@ -79,7 +79,7 @@ class Pictures(Callback):
             return
         self._leave()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
             sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
             drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)

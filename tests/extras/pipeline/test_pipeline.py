@@ -160,8 +160,8 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 300), nn.Linear(300, 2))
     like, cut = [p.detach() for p in module.parameters()], [0, 0, 1, 1, 2, 2]
     torch.manual_seed(0)
-    whole = ExactSum(like, runs=cut)
-    stages = [ExactSum(like, runs=cut, held=[n == stage for n in cut]) for stage in range(3)]
+    whole = ExactSum(like, segment_ids=cut)
+    stages = [ExactSum(like, segment_ids=cut, summed_here=[n == stage for n in cut]) for stage in range(3)]
     for scale in (1.0, 1e6, 1e-9):
         addends = [[torch.randn_like(p) * (scale if at < 2 else 1) for at, p in enumerate(like)] for _ in range(4)]
         for number, total in enumerate((whole, *stages)):

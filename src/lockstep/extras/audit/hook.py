@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.extras.audit.choice import Choice, chosen, verdict
 from lockstep.launch.endings import WorkerFailed
@@ -27,7 +27,7 @@ from lockstep.step.gradients import trained
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.step.protocols import Gradients
-from lockstep.strategies.base import twin
+from lockstep.strategies.base import proxy
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
@@ -111,7 +111,7 @@ class AuditHook(StepHook):
 
     def on_error(self, step: Step, error: Exception) -> None:
         """After a damaged message: find out who sent or got it."""
-        if isinstance(error, Damaged):
+        if isinstance(error, CorruptMessage):
             raise asked_again(error, step.number, step.strategy.root_device) from None
 
     def _again(self, step: Step, piece: int, device: int) -> Gradients:
@@ -138,7 +138,7 @@ class Tells(Callback):
 
 
 class Silent:
-    """What the twin of a module has before its class: it logs nothing, since the first time was enough."""
+    """What the proxy of a module has before its class: it logs nothing, since the first time was enough."""
 
     def log(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -162,8 +162,8 @@ def leaving_no_trace(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
 
 
 def silent(module: Any) -> Any:
-    """Return a twin that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
-    found = twin(module, Silent)
+    """Return a proxy that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
+    found = proxy(module, Silent)
     kept = {name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
     for name, child in module.named_children():
         if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
@@ -172,7 +172,7 @@ def silent(module: Any) -> Any:
     return found
 
 
-def asked_again(damaged: Damaged, step: int, device: torch.device) -> Exception:
+def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
     """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
     then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
     that came wrong to some only is told by them."""

@@ -59,7 +59,7 @@ class LateSum(WrappedGradientSum):
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
             self.apply(started)
             step.passes.before_optimizer_step(step)
-            step.passes.settle()
+            step.passes.flush()
         names = {id(p): name for name, p in step.module.named_parameters()}
         named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
         return {"step": step.number, "gradients": named, "bounds": bounds}
@@ -119,5 +119,5 @@ def apply_the_rest(trainer: Any, late: LateSum) -> int:
     loop, count = trainer.fit_loop.epoch_loop, late.waiting
     while late.waiting:
         loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
-    loop.passes.settle()
+    loop.passes.flush()
     return count

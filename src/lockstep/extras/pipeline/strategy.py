@@ -36,7 +36,7 @@ from lockstep.extras.pipeline.cut import balanced, chosen
 from lockstep.step.batch import MicroBatch
 from lockstep.step.parts import contents, parts_of
 from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, T, generators, twin
+from lockstep.strategies.base import PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 MEASURED = 3  # passes of which the fastest counts
@@ -81,7 +81,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self._cut(model)
             self.numbers_come_later = self.global_rank > 0
             self._first = self.global_rank == self.world_size - 1
-            self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
+            self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
         return model
 
@@ -181,7 +181,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         asked again."""
         self._step, self._calls = name, 0
         try:
-            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+            found = getattr(proxy(self.lightning_module), name)(*args, **kwargs)
         except _Left as left:
             return left.args[0]
         if not self._calls:
@@ -255,14 +255,14 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- over all stages ---
 
-    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
+    def gather_parts(self, own: dict[T, Any]) -> dict[T, Any]:
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
         dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own), parts)
         return {key: value for part in parts or [own] for key, value in part.items()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return {**state, **self.gathered(self._own(state))}
+        return {**state, **self.gather_parts(self._own(state))}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         own = self._own(checkpoint["state_dict"])  # all, before the cut
@@ -274,7 +274,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         state = self._own_state(optimizer, super().optimizer_state(optimizer))
-        return {**state, "state": dict(sorted(self.gathered(state["state"]).items()))}
+        return {**state, "state": dict(sorted(self.gather_parts(state["state"]).items()))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = map(self._own_state, self.optimizers, checkpoint["optimizer_states"])
@@ -299,7 +299,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
 
 class _ClipsAllStages:
-    """What the precision plugin's twin has before its class."""
+    """What the precision plugin's proxy has before its class."""
 
     main_params: Any
     strategy: StagedStrategy
