@@ -37,7 +37,7 @@ from lockstep.config.arguments import quoted
 from lockstep.config.checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
-from lockstep.launch.interpreter import import_quickly, leave
+from lockstep.launch.interpreter import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.summary import conclude
@@ -248,7 +248,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import_quickly()
+    disable_garbage_collector()
     try:
         code = main(sys.argv[1:])
     except (UserError, HydraException) as error:
@@ -256,4 +256,4 @@ if __name__ == "__main__":
         code = 2
     except Interrupted as interrupted:
         code = interrupted.code
-    leave(code)
+    exit_process(code)

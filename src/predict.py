@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config.checks import whole
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.own_thread import in_new_thread
 from lockstep.run import cli
 
 
@@ -27,7 +27,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
     return run_in_workers(partial(work, top_k=top_k), config, splits, folder)
 
 
-@in_own_thread  # it calls user code, and the parent forks
+@in_new_thread  # it calls user code, and the parent forks
 def open_images(images: Any, config: Any, spec: Any) -> Any:
     """The images to be predicted, after the transforms of evaluation."""
     from lockstep.data.build import as_evaluated

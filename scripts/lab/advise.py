@@ -37,7 +37,7 @@ from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
 from lockstep.run.training import train
@@ -142,7 +142,7 @@ def enough(seconds: float, step: float) -> int:
 def offers(config: Config) -> list[Choice]:
     """What is measured: 1, 2, 4, ... devices and all of them, in equal pieces; one device first."""
     batch = config.layout.batch_size
-    most = cores() if config.layout.accelerator == "cpu" else gpu_count()
+    most = available_cores() if config.layout.accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
     found = []
     for devices, pieces in itertools.product(counts, ACCUMULATE):

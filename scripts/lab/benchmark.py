@@ -31,7 +31,7 @@ from common.showing import markdown
 from lockstep.config.checks import ROOT
 from lockstep.config.familiar import unknown
 from lockstep.errors import UserError
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
@@ -81,7 +81,7 @@ def main() -> int:
         options.json.mkdir(parents=True, exist_ok=True)
         found = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
         found |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
+        machine = {"processor": cpu_name(), "cores": available_cores(), "system": platform.platform()}
         found |= {"machine": machine, "versions": versions(), "git": git_info()}
         write_summary(options.json / f"{part}.json", found)
     return int(failed)

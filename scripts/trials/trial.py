@@ -27,7 +27,7 @@ from lockstep.errors import UserError
 from lockstep.launch.agent import launch
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import export
-from lockstep.launch.network import LOOPBACK, bound
+from lockstep.launch.network import LOOPBACK, bind_socket
 from lockstep.launch.process_group import leave_group
 from lockstep.run.training import train
 
@@ -148,7 +148,7 @@ def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[s
     """As `_launch`, in forks of this process which find in the environment that they are ranks."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with bound(LOOPBACK) as free:
+    with bind_socket(LOOPBACK) as free:
         port = free.getsockname()[1]
     ranks = [
         context.Process(target=_be_rank, args=(rank, port, sender, config, splits, folder))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lockstep.data.datasets import ArrayDataset, Source, Spec
     from lockstep.errors import UserError
     from lockstep.launch.endings import WorkerFailed
-    from lockstep.launch.machine import cores
-    from lockstep.launch.process_group import of_ranks as gather_objects
+    from lockstep.launch.machine import available_cores
+    from lockstep.launch.process_group import gather_objects
     from lockstep.launch.signals import Interrupted
     from lockstep.run.api import Composed, compose, train
     from lockstep.run.lines import peak_lr
@@ -43,9 +43,10 @@ __all__ = [
     "StepBatch",
     "UserError",
     "WorkerFailed",
+    "available_cores",
     "compose",
     "copy_weights",
-    "cores",
+    "exclude_from_timing",
     "find_meter",
     "gather_objects",
     "hash64",
@@ -57,7 +58,6 @@ __all__ = [
     "peak_lr",
     "plural",
     "train",
-    "exclude_from_timing",
     "weights_message",
 ]
 # Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
@@ -76,9 +76,9 @@ HOMES = {
     "WorkerFailed": "lockstep.launch.endings",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights:fill",
-    "cores": "lockstep.launch.machine",
+    "available_cores": "lockstep.launch.machine",
     "find_meter": "lockstep.callbacks.meter:find",
-    "gather_objects": "lockstep.launch.process_group:of_ranks",
+    "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
     "hyper_parameters": "lockstep.run.loggers",
     "is_last_step": "lockstep.step.lightning_quirks",

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.memory import peak_memory
 
 GIB = float(1 << 30)
@@ -194,7 +194,7 @@ class Meter(Callback):
         steps = self._speed.steps + 1  # the speed counts this one when all is measured
         took = steps - before
         if not self._names:  # the first step, of which some ranks may have no sample
-            told = of_ranks([name for numbers, _ in self._returned for name in numbers])
+            told = gather_objects([name for numbers, _ in self._returned for name in numbers])
             self._names = next(filter(None, told), [])
         waits, memory = self._collect(trainer, module, [self._waited / took, peak_gib(module.device)]).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # after the device has caught up

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
 from lockstep.step.lightning_quirks import validates
 
 LOG = logging.getLogger("lockstep")
@@ -42,7 +42,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         self._clock = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handlers.enter_context(handling(record_signal, *{*self._ends, signal.SIGUSR1}))
+        self._handlers.enter_context(signal_handler(record_signal, *{*self._ends, signal.SIGUSR1}))
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -24,7 +24,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import replacing, same_file
-from lockstep.launch.process_group import broadcast_file, of_rank_zero
+from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
@@ -131,7 +131,7 @@ def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] 
     ranks = together and dist.is_available() and dist.is_initialized()
     mine = not ranks or dist.get_rank() == 0
     wrong = check(path) if mine else ""
-    if wrong := of_rank_zero(wrong) if ranks else wrong:
+    if wrong := broadcast_from_rank_zero(wrong) if ranks else wrong:
         raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path

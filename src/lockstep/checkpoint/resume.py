@@ -18,9 +18,9 @@ from lockstep.config.checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.agreement import agree
+from lockstep.launch.agreement import decide_on_rank_zero
 from lockstep.launch.environment import external_workers
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.text import typed
 
 MULTIRUN = {"-m", "--multirun"}
@@ -93,7 +93,7 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
         mine: Any = find()
     except UserError as refusal:
         mine = str(refusal)
-    everywhere = of_ranks(mine)
+    everywhere = gather_objects(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
         raise UserError(everywhere[0])
@@ -111,7 +111,7 @@ def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str],
             newest("init_from", Path(checks.folder("outputs", _composed([*given, *flags], config_name).outputs)))
         )
 
-    folder = agree("init_from", newest_run)
+    folder = decide_on_rank_zero("init_from", newest_run)
     return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
 
 

@@ -17,7 +17,7 @@ from lockstep.files import same_file
 from lockstep.launch import slurm
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import of_rank_zero, of_ranks
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 
 LOG = logging.getLogger("lockstep")
 
@@ -42,7 +42,7 @@ def load_start(
     path, best = checkpoint_to_load(folder, resume, record), paths.best(folder)
     share_newest(path, ranks)
     named = resume is not None and not environment().restarts
-    exists, has_best, named = of_rank_zero((path.exists(), best.exists(), named))
+    exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
         return None
     try:
@@ -62,7 +62,7 @@ def checkpoint_to_load(folder: Path, resume: str | None, record: Mapping[str, st
     # The same command, started again, has gone back already: it goes on with what it has made since.
     restarted = bool(environment().restarts) or slurm.restarted()
     again = restarted and bool(record) and _recorded(folder) == (record or {}).get(RECORD)
-    return last if any(of_ranks(again)) else last.with_name(Path(resume).name)
+    return last if any(gather_objects(again)) else last.with_name(Path(resume).name)
 
 
 class TakeFolder(Callback):

@@ -31,7 +31,7 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     """
     path = _file(path)
     if together:
-        path = process_group.of_rank_zero(path)
+        path = process_group.broadcast_from_rank_zero(path)
     try:
         source = whole_file(path, together, _fault)
         found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path)

@@ -22,7 +22,7 @@ from lockstep.config.schema import Kept, Keys
 from lockstep.config.targets import check_target, named
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
@@ -54,7 +54,7 @@ class Config(Kept):
         """CPU threads of one worker."""
         workers = max(1, self.layout.world_size // self.layout.num_nodes)
         # under exact, the number of threads would change the order of sums from layout to layout
-        return self.threads or (1 if self.layout.exact else cores_of_each(workers))
+        return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
     def step_lr(self) -> float:
@@ -164,7 +164,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
             "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
-    if gpus and devices > gpus and not (environment().own_gpu and gpus == 1):
+    if gpus and devices > gpus and not (environment().dedicated_gpu and gpus == 1):
         raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
     if not gpus and devices > cpu_cap():
         raise UserError(

@@ -19,12 +19,12 @@ from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, lab
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.own_thread import in_new_thread
 
 check_data = checker(Data)
 
 
-@in_own_thread  # it calls user code, and the parent forks
+@in_new_thread  # it calls user code, and the parent forks
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
     """The splits of a data set, downloaded where that is needed and possible.
 

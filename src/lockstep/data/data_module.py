@@ -19,7 +19,7 @@ from lockstep.data.datasets import Ids, Splits, base, labels_of
 from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
 from lockstep.data.on_device import Resident, place
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores_of_each
+from lockstep.launch.machine import cores_per_worker
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -140,7 +140,7 @@ class DataModule(pl.LightningDataModule):
         resident = isinstance(base(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None and streams(dataset.dataset):
-            workers = min(8, cores_of_each(self.layout.world_size // self.layout.num_nodes))
+            workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
         return Loader(
             dataset,
             batch_sampler=sampler,

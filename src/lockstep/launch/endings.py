@@ -48,13 +48,13 @@ def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
     return Outcome("failed", str(error), 0, error.steps, error.without, error.right)
 
 
-def own_words(message: str) -> str:
+def first_line(message: str) -> str:
     """The first line of a message; of what torch hands on from another process or thread, which holds the whole
     traceback from there, the line that says what was raised."""
     if "\nOriginal Traceback (most recent call last):" in message:
         end = message.rpartition('\n  File "')[2].splitlines()[1:]
-        found = next((line for line in end if line and not line.startswith(" ")), message)
-        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", found)
+        raised_line = next((line for line in end if line and not line.startswith(" ")), message)
+        message = re.sub(r"^[\w.]+\.(?=\w+: )", "", raised_line)
     return (message.strip().splitlines() or ["no reason given"])[0]
 
 
@@ -69,8 +69,8 @@ def last_frame(stack: str) -> str:
     """Where a process was whose stack faulthandler has written: in the user's own code, if it was there; else in the
     function that it was in. Empty without a stack."""
     threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]  # the main one comes last
-    own = [re.split(r'^ *File ".+/launch/worker.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
-    calls = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in own]
+    trimmed = [re.split(r'^ *File ".+/launch/worker.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
+    calls = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in trimmed]
     mine = [call for thread in calls for call in thread if _is_users(call[0])]
     latest = mine or (calls[-1] if calls else [])
     return f"at {_shown(*latest[0])}" if latest else ""

@@ -82,7 +82,7 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
 
 
 @contextmanager
-def failure_told() -> Iterator[None]:
+def log_failure() -> Iterator[None]:
     """What ends a run by surprise stands in its log, with the whole traceback."""
     try:
         yield

@@ -19,7 +19,7 @@ from lockstep.config.checks import ROOT, show
 from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
-from lockstep.launch.signals import ENDING, handling
+from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of
 
@@ -105,7 +105,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
         start_new_session=True,  # a Ctrl-C is for this process, which passes it on
     )
     ending = ""
-    with handling(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
+    with signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
         assert process.stderr is not None
         for line in process.stderr:
             sys.stderr.write(line)

@@ -168,7 +168,7 @@ def make_trainer(
         first += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
     callbacks = [*first, *callbacks]
-    alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
+    alone = environment().dedicated_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
     debug = dict(config.debug.trainer)
     if isinstance(debug.get("profiler"), dict):
         debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")

@@ -28,11 +28,11 @@ from lockstep.config.arguments import keyed
 from lockstep.config.checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
-from lockstep.launch.agreement import agree, forget_agreed, ranks_with_folder
+from lockstep.launch.agreement import decide_on_rank_zero, forget_decisions, ranks_with_folder
 from lockstep.launch.endings import users_line
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
-from lockstep.launch.interpreter import import_quickly, leave
-from lockstep.launch.process_group import join_external, rank_zero_ends_with
+from lockstep.launch.interpreter import disable_garbage_collector, exit_process
+from lockstep.launch.process_group import join_external, rank_zero_prints
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import conclude, summary_of
@@ -63,16 +63,16 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # before and after the workers there is nothing to save
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
-    import_quickly()
+    disable_garbage_collector()
     code, said = run(job, config_name, pages)
     if code == 0:
-        forget_agreed()
+        forget_decisions()
     for number in ENDING:  # it ends
         signal.signal(number, signal.SIG_IGN)
-    if said and not rank_zero_ends_with(said):
+    if said and not rank_zero_prints(said):
         with suppress(OSError):  # of a terminal that was closed
             print(said, file=sys.stderr, flush=True)
-    leave(code)
+    exit_process(code)
 
 
 def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
@@ -231,7 +231,7 @@ def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
     runs = Path(checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else []))
 
     def named() -> str:
-        own = slurm.folder(runs, overrides)
+        own = slurm.folder_of_job(runs, overrides)
         return own.name if own else datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
-    return str(runs / agree(kind, named))
+    return str(runs / decide_on_rank_zero(kind, named))

@@ -23,7 +23,7 @@ from lockstep.config.targets import must_be_named
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
 from lockstep.errors import UserError
-from lockstep.launch.agreement import agree
+from lockstep.launch.agreement import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import RunRecord
@@ -87,7 +87,7 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         return [str(path), record]
 
     asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
-    path, record = agree(asked, found)
+    path, record = decide_on_rank_zero(asked, found)
     return Path(path), record
 
 

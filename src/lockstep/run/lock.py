@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.process_group import of_rank_zero
+from lockstep.launch.process_group import broadcast_from_rank_zero
 
 NAME = ".lock"
 WAIT_SECONDS = 2.0  # for a run that is just ending
@@ -62,7 +62,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
                 take()
         except UserError as refusal:
             refused = str(refusal)
-        if refused := of_rank_zero(refused):
+        if refused := broadcast_from_rank_zero(refused):
             raise FolderBusy(refused)
     elif writes:
         take()

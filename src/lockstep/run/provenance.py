@@ -17,7 +17,7 @@ from lockstep.config.checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 SECONDS = 10.0  # that git may take
@@ -136,7 +136,7 @@ def difference(first: Mapping[str, str], other: Mapping[str, str], name: str, fi
 
 def must_be_alike(own: Mapping[str, str]) -> None:
     """Refuses, on all ranks of workers that exist already, one that differs from rank zero. Each of them calls it."""
-    found = of_ranks((platform.node(), dict(own)))
+    found = gather_objects((platform.node(), dict(own)))
     for rank, (name, theirs) in enumerate(found):
         if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
             raise UserError(odd)

@@ -28,10 +28,17 @@ from lockstep.config.schema import Sweep
 from lockstep.errors import UserError
 from lockstep.launch.agent import start_method
 from lockstep.launch.environment import environment, export, external_workers
-from lockstep.launch.interpreter import imported
+from lockstep.launch.interpreter import freeze_imports
 from lockstep.launch.machine import gpu_count
-from lockstep.launch.process_group import of_rank_zero
-from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangup, let_in, set_parent_death_signal
+from lockstep.launch.process_group import broadcast_from_rank_zero
+from lockstep.launch.signals import (
+    Interrupted,
+    block_signals,
+    forward_signals,
+    ignores_hangup,
+    set_parent_death_signal,
+    unblock_signals,
+)
 from lockstep.run.cli import SweepFailed
 from lockstep.run.lock import FolderBusy, locked
 from lockstep.run.summary import conclude, summary_of
@@ -146,7 +153,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
     sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     slots = _slots(sweep.jobs, config)
     progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
-    done = of_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
+    done = broadcast_from_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
     missing = [job for job in jobs if job.number not in done]
     for number, summary in done.items():
         progress.add(number, summary)
@@ -233,18 +240,18 @@ def run_jobs(
         for job in jobs:
             job.started = time.monotonic()
             start(job)
-            ended(job, of_rank_zero(summary_of(job.folder)))
+            ended(job, broadcast_from_rank_zero(summary_of(job.folder)))
         return
     import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
-    imported()
+    freeze_imports()
     fork = multiprocessing.get_context("fork")
     running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
     waiting, free = list(jobs), list(places)
-    with forwarding() as received:
+    with forward_signals() as received:
         while True:
             while free and waiting:
-                with held():
+                with block_signals():
                     if received:
                         break
                     job, place = waiting.pop(0), free.pop(0)
@@ -273,7 +280,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
-    let_in()
+    unblock_signals()
     set_parent_death_signal(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)

@@ -33,7 +33,7 @@ from lockstep.launch import logs
 from lockstep.launch.agreement import ranks_with_folder
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import is_lost_rank, of_rank_zero
+from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
 from lockstep.launch.signals import Interrupted
 from lockstep.run import fast, provenance
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
@@ -194,4 +194,4 @@ def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
 def _best(callbacks: list[pl.Callback]) -> str | None:
     """The best checkpoint, which only rank zero may have."""
     paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return of_rank_zero(paths[0] if paths else None)
+    return broadcast_from_rank_zero(paths[0] if paths else None)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.text import join_names
@@ -75,7 +75,7 @@ class FiniteGradientCheck(StepHook):
             return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if staged:
-            names = [name for part in reversed(of_ranks(names)) for name in part]  # rank zero's come last
+            names = [name for part in reversed(gather_objects(names)) for name in part]  # rank zero's come last
         if not names:
             return False
         skips = self._skips(step, f" ({join_names(names, 1)})")
@@ -120,7 +120,7 @@ class FiniteGradientCheck(StepHook):
         pairs = zip(step.batch.micro_batches, step.losses, strict=True)
         ids = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
         if step.passes.gradients.processes > 1:
-            ids = [sample for part in of_ranks(ids) for sample in part]
+            ids = [sample for part in gather_objects(ids) for sample in part]
         return f"loss of the samples {join_names(ids, 8)} of the training set" if ids else ""
 
 

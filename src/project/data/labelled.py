@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep import Spec, UserError, cores, plural
+from lockstep import Spec, UserError, available_cores, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
@@ -184,7 +184,7 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
     decoded, and a text that counts the others."""
     paths = [part.path(index) for part in parts for index in range(len(part))]
     kinds = [MODES[part.channels] for part in parts for _ in range(len(part))]
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
     text = f"{plural(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"

@@ -20,7 +20,7 @@ from lockstep.arithmetic.layout import Layout
 from lockstep.extras.audit.choice import Choice, chosen, verdict
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import all_come, of_ranks
+from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
 from lockstep.step.finite import copied, put_back
 from lockstep.step.gradients import trained
@@ -176,7 +176,7 @@ def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exc
     """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
     then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
     that came wrong to some only is told by them."""
-    if not all_come(f"a damaged sum in step {step}", MEETING_SECONDS):
+    if not barrier_with_timeout(f"a damaged sum in step {step}", MEETING_SECONDS):
         return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
@@ -200,7 +200,7 @@ def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exc
 
 def _of_all(mine: list[Any]) -> list[Any]:
     """What all ranks have, by rank."""
-    return [each for part in of_ranks(mine) for each in part]
+    return [each for part in gather_objects(mine) for each in part]
 
 
 def digests(gradients: Gradients) -> Digests:
