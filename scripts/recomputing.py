@@ -17,7 +17,7 @@ from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
 from lockstep.config.checks import group_file
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -82,7 +82,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
         raise UserError(f"{path}: what it says of the run is no config")
     for group in GROUPS:
-        must_be_named(path, group, told.get(group), raw.get(group))
+        check_targets_named(path, group, told.get(group), raw.get(group))
     before = about.get("data_dir")
     there = isinstance(before, str) and Path(before).is_dir()
     kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import whole
+from lockstep.config.checks import whole_number
 from lockstep.errors import UserError
 from lockstep.launch.own_thread import in_new_thread
 from lockstep.run import cli
@@ -21,7 +21,7 @@ def predict(raw: dict[str, Any], folder: Path) -> Any:
 
     images, top_k = raw.pop("images"), raw.pop("top_k")
     config, spec = config_and_spec(raw)
-    if top_k is not None and whole(1)("top_k", top_k) > spec.num_classes:
+    if top_k is not None and whole_number(1)("top_k", top_k) > spec.num_classes:
         raise UserError(f"top_k={top_k}: the model knows {spec.num_classes} classes")
     splits = as_splits(spec, open_images(images, config, spec))
     return run_in_workers(partial(work, top_k=top_k), config, splits, folder)

@@ -16,7 +16,7 @@ from conftest import composed
 from PIL import Image
 
 from lockstep.checkpoint import io as checkpoint_io
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import Config, check
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
@@ -189,7 +189,7 @@ def test_command_lines() -> None:
         sign, equals = rng.choice(("", "", "", "+", "++", "~")), rng.choice(("=", "=", "=", "", "=="))
         override = sign + rng.choice(keys) + equals + rng.choice(values)
         try:
-            check(composed(*keyed([override]), *SMALL))
+            check(composed(*check_arguments([override]), *SMALL))
         except cli.BAD_INPUT as error:
             message = cli.line(error)
             assert message.strip(), override

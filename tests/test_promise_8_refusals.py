@@ -11,7 +11,7 @@ from refusals import checked, refused, refused_with
 
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import check as config
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check
 from lockstep.config.checks import ROOT
 from lockstep.data import Spec
@@ -121,9 +121,11 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     ],
 )
 def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
-    keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
+    check_arguments(
+        chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"]
+    )
     with pytest.raises(UserError, match=says):
-        keyed([*chosen, argument])
+        check_arguments([*chosen, argument])
 
 
 def test_every_number_of_the_front_page_is_checked() -> None:

@@ -29,7 +29,7 @@ from bench.players import Row
 from common.showing import markdown
 
 from lockstep.config.checks import ROOT
-from lockstep.config.familiar import unknown
+from lockstep.config.familiar import unknown_name_message
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import git_info, versions, write_summary
@@ -57,7 +57,7 @@ def main() -> int:
     try:
         for part in options.parts:
             if part not in PARTS:
-                raise UserError(f"{part}: {unknown(part, PARTS)}")
+                raise UserError(f"{part}: {unknown_name_message(part, PARTS)}")
         if "gpu" in options.parts and not gpu_count():
             raise UserError("gpu: this machine has no GPU that torch can use")
         chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]

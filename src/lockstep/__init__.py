@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.weights import begin as load_weights
     from lockstep.checkpoint.weights import fill as copy_weights
     from lockstep.checkpoint.weights import told as weights_message
-    from lockstep.config.checks import matching
+    from lockstep.config.checks import match_patterns
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
     from lockstep.errors import UserError
@@ -54,7 +54,7 @@ __all__ = [
     "is_last_step",
     "join_names",
     "load_weights",
-    "matching",
+    "match_patterns",
     "peak_lr",
     "plural",
     "train",
@@ -84,7 +84,7 @@ HOMES = {
     "is_last_step": "lockstep.step.lightning_quirks",
     "join_names": "lockstep.text",
     "load_weights": "lockstep.checkpoint.weights:begin",
-    "matching": "lockstep.config.checks",
+    "match_patterns": "lockstep.config.checks",
     "peak_lr": "lockstep.run.lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",

@@ -16,7 +16,7 @@ from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check
-from lockstep.config.checks import matching
+from lockstep.config.checks import match_patterns
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
@@ -268,8 +268,8 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
 
 def test_the_last_pattern_that_matches_decides() -> None:
     names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
-    assert matching(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
-    assert matching(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
+    assert match_patterns(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
+    assert match_patterns(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ SAMPLES = 640  # ten steps an epoch
 )
 def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: Length) -> None:
     given = overrides.split()
-    made = check(composed(*given, "accelerator=cpu"), given=[each.partition("=")[0] for each in given])
+    made = check(composed(*given, "accelerator=cpu"), overridden=[each.partition("=")[0] for each in given])
     assert length_of(made, SAMPLES) == length
     assert made.record["max_epochs"] == (None if "experiment" in overrides and made.max_steps else made.max_epochs)
 

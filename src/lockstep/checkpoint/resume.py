@@ -13,7 +13,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
 from lockstep.config import checks
-from lockstep.config.arguments import SEVERAL, config_folders, key, parsed, quoted, searched, separated, sweeps
+from lockstep.config.arguments import (
+    SEVERAL,
+    config_folders,
+    key,
+    parse_arguments,
+    quoted,
+    search_path_override,
+    split_flags,
+    sweeps,
+)
 from lockstep.config.checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
@@ -39,7 +48,7 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     Raises:
         UserError: there is nothing to resume, or the program is another one than train.py.
     """
-    flags, task = separated(arguments)
+    flags, task = split_flags(arguments)
     for name in ("resume", "init_from"):
         if f"{name}=" in task:
             raise UserError(f"{name}: is empty; {name}=null for none")
@@ -122,7 +131,7 @@ def sweep_overrides(arguments: Sequence[str]) -> list[str]:
     Raises:
         UserError: it is no sweep's folder, or what is given now would list other jobs.
     """
-    flags, task = separated(arguments)
+    flags, task = split_flags(arguments)
     sweep, given = _taken("sweep.resume", task)
     if sweep is None:
         return [*given, *flags]
@@ -226,10 +235,10 @@ def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
     """The config of a command line, without the keys that it sweeps over."""
     from hydra import compose, initialize_config_dir
 
-    found = parsed(arguments)
+    found = parse_arguments(arguments)
     single = [argument for argument in found.overrides if not sweeps(argument)]
     if found.config_dir:
-        single += searched([os.path.abspath(found.config_dir)])
+        single += search_path_override([os.path.abspath(found.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(config_name, overrides=single)
 

@@ -147,7 +147,7 @@ class Sweep:
 
 
 @plain(frozen=True, kw_only=True)
-class Kept:
+class RunKeys:
     """The keys that a run needs as they are."""
 
     name: Name
@@ -186,7 +186,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
-class Keys(Kept):
+class Keys(RunKeys):
     """All keys, as they are given: those below become the run's layout."""
 
     data: Data

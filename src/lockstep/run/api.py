@@ -14,7 +14,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import keyed, quoted
+from lockstep.config.arguments import check_arguments, quoted
 from lockstep.config.checks import ROOT, show
 from lockstep.errors import UserError
 from lockstep.launch.agent import WorkerFailed
@@ -57,7 +57,7 @@ def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any,
     stands for; `for_command`, the folder of that run, which they name too."""
     try:
         cli.register_folder()
-        task = resume.overrides(keyed(list(overrides)), "train")
+        task = resume.overrides(check_arguments(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
         folder = ""

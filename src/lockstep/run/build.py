@@ -120,7 +120,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
             )
-        separate = [extra.setting for extra in config.extras.values() if extra.own_weights]
+        separate = [extra.setting for extra in config.extras.values() if extra.separate_weights]
         if isinstance(callback, WeightAveraging) and separate:
             raise UserError(f"{name}: under {separate[0]} each device would have an average of its own")
         if isinstance(callback, WeightAveraging) and config.layout.staged:

@@ -24,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from lockstep import began
 from lockstep.checkpoint import paths, resume
 from lockstep.config import arguments, checks
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
@@ -133,13 +133,13 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
         if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.at_once":  # the imports are done
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if {"--help", "-h"} & set(sys.argv):
-            page = arguments.page(config_name, keyed(sys.argv[1:]), pages)
+            page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
             with suppress(BrokenPipeError):  # piped into head, say
                 print(page, flush=True)
             return 0, ""
         refuse_unread(os.environ)
         join_external()
-        sys.argv[1:] = resume.sweep_overrides(resume.overrides(keyed(sys.argv[1:]), config_name))
+        sys.argv[1:] = resume.sweep_overrides(resume.overrides(check_arguments(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)
@@ -185,13 +185,13 @@ def line(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     said = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
-        return arguments.no_option(*error.missing_cfg_file.rsplit("/", 1))
+        return arguments.no_option_message(*error.missing_cfg_file.rsplit("/", 1))
     if isinstance(error, ConfigCompositionException) and (match := re.match(r"Could not override '([^']+)'", said)):
-        return arguments.no_key(match[1], error.__cause__)
+        return arguments.no_key_message(match[1], error.__cause__)
     if match := re.match(r"Interpolation key '(\w+)\.name' not found", said):
-        return arguments.no_name(match[1], sys.argv[1:])
+        return arguments.no_name_message(match[1], sys.argv[1:])
     if isinstance(error, OverrideParseException):
-        return arguments.unreadable(error.override)
+        return arguments.unreadable_override_message(error.override)
     if isinstance(error, yaml.MarkedYAMLError) and (at := error.problem_mark):
         return f"{at.name}:{at.line + 1}: no YAML: {error.problem}"
     if isinstance(error, MissingMandatoryValue):

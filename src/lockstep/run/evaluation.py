@@ -19,7 +19,7 @@ from lockstep.config import checks
 from lockstep.config.check import Config, check
 from lockstep.config.checks import checker, show
 from lockstep.config.schema import OptionalGroup, SpecRecord
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
 from lockstep.errors import UserError
@@ -98,7 +98,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: the record lacks something.
         UserError: a value in `raw`, or a key there that the record decides; or the record names what the user's own
-            config doesn't, see `must_be_named`.
+            config doesn't, see `check_targets_named`.
     """
     for key in DECIDED:
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
@@ -115,7 +115,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         if group == "data":
             carried, given = for_evaluation(carried), for_evaluation(given)
         if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
-            must_be_named(path, group, carried, given)
+            check_targets_named(path, group, carried, given)
             given = {**carried, **given}
         kept[group] = given
     return check({**raw, **kept, "checkpoint": str(path)}, trains=False)

@@ -154,7 +154,7 @@ def refuse_unused(config: Config) -> None:
     gives."""
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
-    for key in config.given:
+    for key in config.overridden:
         group = key.partition(".")[0]
         if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
             continue
@@ -173,13 +173,13 @@ class OptimizerCheck(pl.Callback):
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
-        self.given = config.given
+        self.overridden = config.overridden
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
             raise UserError(f"configure_optimizers returned no optimizer: {ONE}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
-        for key in self.given:
+        for key in self.overridden:
             if key.partition(".")[0] in ignored:
                 raise UserError(
                     f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.resume import record_of, saved
-from lockstep.config.arguments import given
+from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
 from lockstep.launch.agent import launch
@@ -26,7 +26,7 @@ from lockstep.run.summary import conclude, progress, summarise, summary_of
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
-    config = check(raw, given=given())
+    config = check(raw, overridden=overridden_keys())
 
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights

@@ -28,7 +28,7 @@ class Ledger(Extra):
         if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
             yield "no callbacks.checkpoint", "a line is that of a checkpoint"
         for extra in config.extras.values():
-            if extra.own_weights:
+            if extra.separate_weights:
                 yield (
                     extra.setting,
                     "a checkpoint has one device's optimizer state, so no part could be computed again",

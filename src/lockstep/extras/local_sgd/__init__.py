@@ -22,7 +22,7 @@ class LocalSgd(Extra):
         every: steps between averages; there is one before each validation and checkpoint, too.
     """
 
-    own_weights = True
+    separate_weights = True
     can_skip = False
 
     def __init__(self, every: int) -> None:
