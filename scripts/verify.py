@@ -29,7 +29,7 @@ from recomputing import Life, first_difference, life, recompute
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.paths import steps_kept
+from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
@@ -199,7 +199,7 @@ def shown(value: Any) -> str:
 def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
     """Where training can go on from, by step: kept checkpoints of the ledger's steps, and the seed."""
     folder, steps = run / "checkpoints", {line["step"] for line in lines}
-    kept = steps_kept(folder) if folder.is_dir() else {}
+    kept = step_checkpoints(folder) if folder.is_dir() else {}
     found: dict[int, Path | None] = {step: path for step, path in kept.items() if step in steps}
     return found | ({0: None} if lines[0]["step"] == 0 else {})
 

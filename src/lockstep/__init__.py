@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.arithmetic.order import hash64
     from lockstep.callbacks.meter import find as find_meter
-    from lockstep.checkpoint.weights import begin as load_weights
-    from lockstep.checkpoint.weights import fill as copy_weights
-    from lockstep.checkpoint.weights import told as weights_message
+    from lockstep.checkpoint.weights import copy_weights, load_weights, weights_message
     from lockstep.config.checks import match_patterns
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
@@ -75,7 +73,7 @@ HOMES = {
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.launch.endings",
     "compose": "lockstep.run.api",
-    "copy_weights": "lockstep.checkpoint.weights:fill",
+    "copy_weights": "lockstep.checkpoint.weights",
     "available_cores": "lockstep.launch.machine",
     "find_meter": "lockstep.callbacks.meter:find",
     "gather_objects": "lockstep.launch.process_group",
@@ -83,13 +81,13 @@ HOMES = {
     "hyper_parameters": "lockstep.run.loggers",
     "is_last_step": "lockstep.step.lightning_quirks",
     "join_names": "lockstep.text",
-    "load_weights": "lockstep.checkpoint.weights:begin",
+    "load_weights": "lockstep.checkpoint.weights",
     "match_patterns": "lockstep.config.checks",
     "peak_lr": "lockstep.run.lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
     "exclude_from_timing": "lockstep.step.untimed",
-    "weights_message": "lockstep.checkpoint.weights:told",
+    "weights_message": "lockstep.checkpoint.weights",
 }
 
 began = time.time()  # of a command: this is the first that it imports

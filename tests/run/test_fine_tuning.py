@@ -220,7 +220,7 @@ def test_weights_are_read_from_whatever_holds_them(tmp_path: Path) -> None:
     for name, save in kinds.items():
         model = fast_cnn(num_classes=4)
         save(tmp_path / name)
-        begun = weights.begin("init_from", model, str(tmp_path / name))
+        begun = weights.load_weights("init_from", model, str(tmp_path / name))
         assert begun.message == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
         assert all((value == 2).all() for key, value in model.state_dict().items() if "logits" not in key)
         assert not (model.net.logits.weight == 2).any()
@@ -231,7 +231,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     model = fast_cnn(num_classes=4)
     sizes = {name: each.numel() for name, each in model.named_parameters()}
     model.net.conv1.requires_grad_(False)
-    begun = weights.begin("init_from", model, str(tmp_path / "bare.pth"))
+    begun = weights.load_weights("init_from", model, str(tmp_path / "bare.pth"))
     frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
     counted = parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
@@ -261,7 +261,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         ("", "best.ckpt: no such file"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
-            weights.begin("init_from", fast_cnn(), str(tmp_path / name))
+            weights.load_weights("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)
 

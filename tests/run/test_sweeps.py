@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
-from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
 from lockstep.launch.machine import available_cores
 from lockstep.run.sweeps import Slot, slots

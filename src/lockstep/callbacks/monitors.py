@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.callback import Checkpoint, nothing_logs
+from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.errors import UserError
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -47,7 +47,7 @@ class MonitorCheck(pl.Callback):
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
-                raise UserError(nothing_logs(key, metric, logged, mode))
+                raise UserError(unlogged_metric_message(key, metric, logged, mode))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Lightning's own refusals of a metric that is not there: of one that training should log, say."""
@@ -60,7 +60,9 @@ class MonitorCheck(pl.Callback):
                 writer.wait()
         logged = set(trainer.callback_metrics)
         missing = [each for each in self._monitors(trainer) if each[1] not in logged]
-        said = nothing_logs(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
+        said = (
+            unlogged_metric_message(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
+        )
         raise UserError(said) from exception
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:

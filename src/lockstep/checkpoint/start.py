@@ -111,7 +111,7 @@ def go_back(folder: Path, fault: WorkerFailed) -> None:
         WorkerFailed: the fault; there is none.
     """
     last = paths.last(folder)
-    for path in (last, *reversed(paths.steps_kept(last.parent).values())):
-        if checkpoint_io.load(path)["global_step"] <= fault.right:
+    for path in (last, *reversed(paths.step_checkpoints(last.parent).values())):
+        if checkpoint_io.load(path)["global_step"] <= fault.last_good_step:
             return same_file(path, last)
     raise fault

@@ -18,7 +18,7 @@ class WorkerFailed(Exception):
     local_rank = 0  # of the worker
     victim = False  # whether it failed because it lost another one, which has the reason
     without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
-    right = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
+    last_good_step = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Outcome:
     signum: int = 0  # of the signal that ended it
     steps: int = 0  # optimizer steps that had been made
     without: tuple[int, ...] = ()  # as in `WorkerFailed`
-    right: int = 0
+    last_good_step: int = 0
 
     def raised(self) -> BaseException:
         """What a run that ends like this raises."""
         if self.kind == "refused":
             return UserError(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps, error.without, error.right = self.steps, self.without, self.right
+        error.steps, error.without, error.last_good_step = self.steps, self.without, self.last_good_step
         return error
 
 
@@ -45,7 +45,7 @@ def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
     """How what was raised in a worker ended it."""
     if isinstance(error, Interrupted):
         return Outcome("interrupted", str(error), error.signum, error.steps)
-    return Outcome("failed", str(error), 0, error.steps, error.without, error.right)
+    return Outcome("failed", str(error), 0, error.steps, error.without, error.last_good_step)
 
 
 def first_line(message: str) -> str:

@@ -57,7 +57,7 @@ def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any,
     stands for; `for_command`, the folder of that run, which they name too."""
     try:
         cli.register_folder()
-        task = resume.overrides(check_arguments(list(overrides)), "train")
+        task = resume.expand_resume(check_arguments(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
         folder = ""

@@ -139,7 +139,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             return 0, ""
         refuse_unread(os.environ)
         join_external()
-        sys.argv[1:] = resume.sweep_overrides(resume.overrides(check_arguments(sys.argv[1:]), config_name))
+        sys.argv[1:] = resume.expand_sweep_resume(resume.expand_resume(check_arguments(sys.argv[1:]), config_name))
         hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name=config_name)(task)()
     except (Interrupted, KeyboardInterrupt) as interrupted:
         code = getattr(interrupted, "code", 130)

@@ -51,7 +51,7 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
         outputs = Path(checks.folder("outputs", raw["outputs"]))
-        path = str(resume.newest("checkpoint", outputs))
+        path = str(resume.newest_run_folder("checkpoint", outputs))
     found = Path(path).expanduser()
     if not found.is_dir():
         return found

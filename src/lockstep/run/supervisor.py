@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import record_of, saved
+from lockstep.checkpoint.resume import last_checkpoint_id, record_of
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
@@ -37,7 +37,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     if config.resume:
         if Path(config.resume).exists():  # else another machine has it
             refuse_broken(Path(config.resume))
-    elif config.init_from and config.layout.num_nodes == 1 and saved(folder) is None:
+    elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
@@ -60,11 +60,12 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     if external_workers() > 1:
         must_be_alike(card(config, splits))
-    before, begun = summary_of(folder), saved(folder)
+    before, begun = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
-        if not isinstance(error, UserError) or saved(folder) != begun:  # one refused at once leaves the summary alone
+        # One refused at once leaves the summary alone.
+        if not isinstance(error, UserError) or last_checkpoint_id(folder) != begun:
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -81,7 +82,7 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             return launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, restarts=restarts)
         except WorkerFailed as failed:
             restarts += 1
-            continues = saved(folder) is not None
+            continues = last_checkpoint_id(folder) is not None
             if failed.without and continues:
                 from lockstep.checkpoint.start import go_back
 

@@ -20,7 +20,7 @@ from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.compatible import must_be_same_data, must_fit, told
+from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_data, resume_messages
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.start import TakeFolder, load_start
@@ -72,13 +72,13 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     begins: list[str] = [splits.about]
     fresh: Sequence[str] = ()
     if config.init_from and not checkpoint:
-        filled = weights.begin("init_from", module, config.init_from, True)
+        filled = weights.load_weights("init_from", module, config.init_from, True)
         begins.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
         fresh = filled.fresh
     check_batch_norms(config, splits, module)
-    begins += told(config, splits, resumed)
+    begins += resume_messages(config, splits, resumed)
     begins += config.strategy.notes(resumes=bool(resumed))
     for extra in config.extras.values():
         begins += extra.notes(config, resumes=bool(resumed))
@@ -95,8 +95,8 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
     callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
-        must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
-        must_fit(checkpoint, resumed, module.state_dict(), config, steps)
+        check_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
+        check_checkpoint_fits(checkpoint, resumed, module.state_dict(), config, steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)

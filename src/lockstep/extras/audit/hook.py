@@ -106,7 +106,7 @@ class AuditHook(StepHook):
         right = min(self._right[device] for device in wrong) if still else step.number
         text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
         error = WrongGradient(f"{text}; it was not applied, and checkpoints up to step {right} are as good as known")
-        error.without, error.right = tuple(wrong), right
+        error.without, error.last_good_step = tuple(wrong), right
         raise error
 
     def on_error(self, step: Step, error: Exception) -> None:
@@ -194,7 +194,7 @@ def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exc
     elif links:
         told = "what rank {} sends to rank {} comes wrong again".format(*links[0])
     found = WrongGradient(f"{damaged}; {told}")
-    found.without, found.right = odd or (links[0] if links else tuple(range(world))), step
+    found.without, found.last_good_step = odd or (links[0] if links else tuple(range(world))), step
     return found
 
 
