@@ -40,7 +40,7 @@ from lockstep.files import replacing
 from lockstep.launch.interpreter import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
-from lockstep.run.summary import conclude
+from lockstep.run.summary import write_conclusion
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
@@ -178,7 +178,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
         if code:
             job.folder.mkdir(exist_ok=True)
             error = said.partition("\n")[0].removeprefix("error: ")
-            conclude(job.folder, "failed", error, {"refused": code == cli.REFUSED})
+            write_conclusion(job.folder, "failed", error, {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
     run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()])

@@ -32,7 +32,7 @@ def accepted(read: Callable[[], Any]) -> bool:
     try:
         read()
     except UserError as refusal:
-        text = cli.line(refusal)
+        text = cli.error_line(refusal)
         assert len(text) > 10, text
         assert text.isprintable(), text
         return False
@@ -191,6 +191,6 @@ def test_command_lines() -> None:
         try:
             check(composed(*check_arguments([override]), *SMALL))
         except cli.BAD_INPUT as error:
-            message = cli.line(error)
+            message = cli.error_line(error)
             assert message.strip(), override
             assert "\n" not in message, override

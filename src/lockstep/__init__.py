@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.arithmetic.order import hash64
-    from lockstep.callbacks.meter import find as find_meter
+    from lockstep.callbacks.meter import find_meter
     from lockstep.checkpoint.weights import copy_weights, load_weights, weights_message
     from lockstep.config.checks import match_patterns
     from lockstep.data.data_module import DataModule
@@ -75,7 +75,7 @@ HOMES = {
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",
     "available_cores": "lockstep.launch.machine",
-    "find_meter": "lockstep.callbacks.meter:find",
+    "find_meter": "lockstep.callbacks.meter",
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
     "hyper_parameters": "lockstep.run.loggers",

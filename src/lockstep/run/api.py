@@ -70,7 +70,7 @@ def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any,
     except UserError:
         raise
     except cli.BAD_INPUT as error:
-        raise UserError(cli.line(error)) from None
+        raise UserError(cli.error_line(error)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
     going to bring them, pretrained ones, from a file or the network, are not asked for."""
     brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
-    held = (config.checkpoint or config.resume) and brought
-    options = {**config.model, **brought} if held else config.model
+    skips_pretrained = (config.checkpoint or config.resume) and brought
+    options = {**config.model, **brought} if skips_pretrained else config.model
     module = _module(config, splits, options)
-    if held and not module.strict_loading:  # its checkpoints may lack some
+    if skips_pretrained and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
 
@@ -77,7 +77,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
-    fast.memory_format(module, config.speed.memory_format)
+    fast.apply_memory_format(module, config.speed.memory_format)
     if config.trains:
         offers["optimizer"].named = module.named_parameters
     return module
@@ -113,8 +113,11 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     made = {key: instantiate(key, options, **offers) for key, options in named.items()}
     brought = module.configure_callbacks()
-    own = brought if isinstance(brought, Sequence) else [brought]
-    for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
+    module_callbacks = brought if isinstance(brought, Sequence) else [brought]
+    for name, callback in [
+        *made.items(),
+        *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
+    ]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise UserError(
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
@@ -128,7 +131,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
             raise UserError(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
-    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
+    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks}
     used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
     return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]

@@ -112,6 +112,6 @@ def _sign(descriptor: int) -> None:
 
 def _holder(descriptor: int) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {int(told['process'])} on {told['host']} (since {told['since']})"
+        record = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(record['process'])} on {record['host']} (since {record['since']})"
     return "another process"

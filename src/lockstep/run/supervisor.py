@@ -20,8 +20,8 @@ from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.provenance import card, must_be_alike
-from lockstep.run.summary import conclude, progress, summarise, summary_of
+from lockstep.run.provenance import check_same_on_all_ranks, machine_fingerprint
+from lockstep.run.summary import progress, summarise, summary_of, write_conclusion
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
@@ -59,7 +59,7 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             file=sys.stderr,
         )
     if external_workers() > 1:
-        must_be_alike(card(config, splits))
+        check_same_on_all_ranks(machine_fingerprint(config, splits))
     before, begun = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
@@ -122,7 +122,7 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
         known = summarise(config, folder, status, str(error)) | progress(config, len(splits.train), steps)
-    conclude(folder, status, str(error), known)
+    write_conclusion(folder, status, str(error), known)
 
 
 def _steps_saved(folder: Path) -> int:

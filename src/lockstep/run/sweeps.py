@@ -41,7 +41,7 @@ from lockstep.launch.signals import (
 )
 from lockstep.run.cli import SweepFailed
 from lockstep.run.lock import FolderBusy, locked
-from lockstep.run.summary import conclude, summary_of
+from lockstep.run.summary import summary_of, write_conclusion
 from lockstep.text import duration, plural, short_path, typed
 
 
@@ -74,7 +74,7 @@ def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0)
 # --- before the first job, whichever launcher runs them ---
 
 
-def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
+def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
     """Check all jobs of a sweep that are not complete, as each would be checked when it begins, hours later perhaps.
 
     Returns:
@@ -209,7 +209,7 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
         are = "is" if count == 1 else "are"
         raise UserError(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {plural(count, kind)}")
     cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
-    return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
+    return [Slot(tuple(job_gpus), tuple(job_cores)) for job_gpus, job_cores in zip(*cut, strict=True)]
 
 
 def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
@@ -295,14 +295,14 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         start(job)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
-            conclude(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
+            write_conclusion(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
         sys.exit(getattr(interrupted, "code", 130))
     except FolderBusy as busy:  # the summary there is another run's
         print(f"error: {busy}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
+        write_conclusion(job.folder, "failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
@@ -311,7 +311,7 @@ def _result(job: Job, code: int) -> dict[str, Any]:
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
     if code < 0:
-        conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+        write_conclusion(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
 
 

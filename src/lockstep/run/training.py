@@ -37,9 +37,9 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
 from lockstep.launch.signals import Interrupted
 from lockstep.run import fast, provenance
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.length import length_of
-from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
-from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
+from lockstep.run.length import run_length
+from lockstep.run.lines import StartLines, chance_level_line, end_lines, start_lines
+from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, single_value_error
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
@@ -86,11 +86,11 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
-    config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
+    config = replace(config, max_epochs=run_length(config, samples).epochs)  # as Lightning and the console count them
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = fast.describe(module, config.compile)
+    chosen = fast.describe_choices(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
     callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
@@ -138,12 +138,12 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         if OF_TORCH in str(error):
-            raise refusal(config, samples) from error
+            raise single_value_error(config, samples) from error
         raise
     summary = run.finish("completed", None)
     if rank == 0:
         trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance is what to expect
-        chance = at_chance(run.metrics, splits, starts.lr) if trained else None
+        chance = chance_level_line(run.metrics, splits, starts.lr) if trained else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
@@ -162,8 +162,8 @@ def check_sizes(config: Config, samples: int) -> None:
     """Refuses steps that a training set of so many samples does not fill."""
     size = config.layout.batch_size
     if size > samples:
-        there = plural(samples, "sample")
-        raise UserError(f"batch_size={size}: a step has {there} at most, as many as the training set")
+        available = plural(samples, "sample")
+        raise UserError(f"batch_size={size}: a step has {available} at most, as many as the training set")
     config.strategy.check_samples(config.layout, samples)
 
 
@@ -181,8 +181,8 @@ def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> UserError:
     if isinstance(error, UserError):
         return error
     logging.root.error("the run can't go on", exc_info=error)
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UserError(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UserError(f"{checkpoint}: can't go on from it: {cause} (traceback in {logs.file_of(rank)})")
 
 
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
