@@ -21,7 +21,7 @@ from lockstep.config.targets import check_targets_named
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, deciding, parsed, read
+from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, decisive_config, parse_line, read
 from lockstep.launch.agent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.training import train
@@ -100,7 +100,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
             "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
+    if told.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(told):
         own = told["strategy"]
         layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
         raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
@@ -132,7 +132,7 @@ def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(parsed, read(folder / NAME))}
+    return {line["step"]: line for line in map(parse_line, read(folder / NAME))}
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> None:

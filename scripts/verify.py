@@ -32,7 +32,7 @@ from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
+from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parse_line, read, samples_sha256
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
@@ -118,7 +118,7 @@ def chained(path: Path) -> list[Line]:
         print(f"note: {path}: its last line is cut short, and left out")
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
-        line, before = parsed(text), lines[-1] if lines else None
+        line, before = parse_line(text), lines[-1] if lines else None
         if not line:
             raise Different(f"{path}: line {number} is none of a ledger: it was changed")
         if line.get("before") != (line_sha256(texts[number - 2]) if before else None):

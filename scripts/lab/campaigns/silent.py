@@ -14,7 +14,7 @@ from campaigns.lives import Life
 from common.showing import markdown
 
 from lockstep.extras.ledger.lines import NAME as LEDGER
-from lockstep.extras.ledger.lines import config_sha256, line_sha256, parsed, read, text_of
+from lockstep.extras.ledger.lines import config_sha256, line_sha256, parse_line, read, text_of
 
 RANKS = 3  # of which two can say that the other one is wrong
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
@@ -134,7 +134,7 @@ class Silent(Campaign):
 
 def forget(folder: Path) -> None:
     """Takes the fault out of what a run's ledger says of it: a device would not have told."""
-    lines = [parsed(text) for text in read(folder / LEDGER)]
+    lines = [parse_line(text) for text in read(folder / LEDGER)]
     config = lines[0]["about"]["config"]
     del config["callbacks"]["flips"]
     before = None
@@ -146,5 +146,5 @@ def forget(folder: Path) -> None:
 
 def recorded(folder: Path) -> list[Any]:
     """What a run's ledger says of its steps."""
-    lines = map(parsed, read(folder / LEDGER))
+    lines = map(parse_line, read(folder / LEDGER))
     return [(line["step"], line["weights_sha256"], line.get("optimizer_sha256")) for line in lines]

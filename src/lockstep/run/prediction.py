@@ -31,7 +31,8 @@ FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one 
 
 
 def config_and_spec(raw: Mapping[str, Any]) -> tuple[Config, Spec]:
-    """The config of a prediction, and what the checkpoint's images were; raises as `recorded` and `config_of`."""
+    """The config of a prediction, and what the checkpoint's images were; raises as
+    `find_checkpoint_and_record` and `config_of`."""
     path, record = find_checkpoint_and_record(raw)
     return config_of(path, record, raw), spec_of(path, record)
 

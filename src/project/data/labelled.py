@@ -120,7 +120,9 @@ def image_spec(
         raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
     if type(channels) is not int or channels not in MODES:
         raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
-    mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
+    mean, std = (
+        usual if moment is None else moment for moment, usual in zip((mean, std), MOMENTS[channels], strict=True)
+    )
     for name, values in {"mean": mean, "std": std}.items():
         if not isinstance(values, Sequence) or len(values) != channels:
             raise ValueError(f"{name}={values}: must be {plural(channels, 'number')}, one per channel")

@@ -11,7 +11,7 @@ from test_promise_4_same_result import TOGETHER, featured
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.extras.audit.choice import chosen, verdict
+from lockstep.extras.audit.choice import choose_piece, verdict
 
 pytestmark = pytest.mark.slow
 TRAINED = 81  # samples, in four steps an epoch
@@ -35,7 +35,7 @@ def devices_of(on: Layout) -> list[tuple[int, ...]]:
     """Who computes the piece that is computed again, its owner first, in each step of a run."""
     order, found = DataOrder(TRAINED, on, 0), []
     for step in range(8):
-        choice = chosen(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
+        choice = choose_piece(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
         assert choice is not None
         found.append(choice.devices)
     return found
@@ -200,11 +200,11 @@ def test_verdict(results: list[tuple[int, str]], wrong: list[int], still: bool) 
 def test_the_share_of_steps_is_kept_and_no_device_is_left_out() -> None:
     for devices in (1, 2, 3, 6):
         on = layout(devices, "ddp" if devices > 1 else "single")
-        found = [chosen(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
+        found = [choose_piece(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
         there = [choice for choice in found if choice]
         assert 900 < len(there) < 1100
         assert {choice.piece for choice in there} == {0, 1, 3, 4, 5}
         assert all(choice.piece in on.owned(choice.devices[0]) for choice in there)
         assert {choice.devices[1] for choice in there} == set(range(devices))
         assert all(len(set(choice.devices)) == min(devices, 3) for choice in there)
-    assert not any(chosen(0.0, 7, step, [4], layout(1, "single")) for step in range(99))
+    assert not any(choose_piece(0.0, 7, step, [4], layout(1, "single")) for step in range(99))

@@ -20,7 +20,7 @@ from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
+from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "ledger.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    file.write_text("".join(line for line in lines if parsed(line)["step"] < last))
+    file.write_text("".join(line for line in lines if parse_line(line)["step"] < last))
     killed(program, 160, f"resume={folder}", "strategy=ddp", "devices=3")
     lost = json.loads(file.read_text().splitlines()[-1]) | {"step": 10**6}
     with file.open("a") as more:

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.arithmetic.exact_sum import ExactSum
 from lockstep.arithmetic.layout import resolve
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.extras.pipeline.cut import balanced, stage_starts
 from lockstep.step.parts import parts_of
 
 # 69 samples to train on: in each epoch's last step, 5 for 8 pieces.
@@ -130,14 +130,14 @@ def test_the_slowest_stage_takes_the_least_time() -> None:
 def test_the_user_says_where_stages_begin() -> None:
     module = mnist_cnn()
     parts = parts_of(module)
-    assert chosen(module, parts, (2, "pool"), 3) == [2, 4]
+    assert stage_starts(module, parts, (2, "pool"), 3) == [2, 4]
     for split, wrong in (
         (("pol",), "there is no part pol; known: 0 to 9, or conv1, relu1, "),
         ((0,), "must be the 1 parts"),
         ((2, 4), "must be the 1 parts"),
     ):
         with pytest.raises(UserError, match=wrong):
-            chosen(module, parts, split, 2)
+            stage_starts(module, parts, split, 2)
 
 
 def test_all_pieces_pass_all_stages() -> None:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
-from lockstep.extras.audit.choice import Choice, chosen, verdict
+from lockstep.extras.audit.choice import Choice, choose_piece, verdict
 from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
@@ -32,7 +32,7 @@ from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 PATTERN = 1 << 16  # numbers of a message that is sent to see how it comes
-MEETING_SECONDS = 5.0  # that ranks which see a damaged sum wait for those that may not
+BARRIER_SECONDS = 5.0  # that ranks which see a damaged sum wait for those that may not
 Digests = tuple[bytes, ...]  # of a gradient, by parameter
 
 
@@ -61,13 +61,13 @@ class AuditHook(StepHook):
         self._first: Digests | None = None  # the owner's result, on its rank
         self._right: dict[int, int] = {}  # by device, steps up to which it was known to be right
         self._devices = range(layout.num_devices)
-        self._own = {environment().rank} if layout.replicas > 1 else set(self._devices)
+        self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
     def before_step(self, step: Step) -> None:
         """Choose what is computed again."""
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
-        self.choice, self._first = chosen(self.share, self.seed, step.number, sizes, self.layout), None
+        self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, self.layout), None
         self._right = self._right or dict.fromkeys(self._devices, step.number)
         self._start = copied(step.module) if self.choice else {}
 
@@ -86,20 +86,22 @@ class AuditHook(StepHook):
         piece, (owner, auditor, *_) = self.choice.piece, self.choice.devices
 
         def computed(devices: Sequence[int]) -> list[tuple[int, Digests]]:
-            mine = [device for device in devices if device in self._own]
+            mine = [device for device in devices if device in self._local_devices]
             return [(device, digests(self._again(step, piece, device))) for device in mine]
 
         first = [] if self._first is None else [(owner, self._first)]
-        results = _of_all(first + computed([auditor]))
+        results = _gather_flat(first + computed([auditor]))
         one, other = (result for _, result in results)
         if one == other:
             self.pieces += 1
             self._right |= dict.fromkeys((owner, auditor), step.number + 1)
             return
-        wrong, still = verdict(results + _of_all(computed(self.choice.devices)))
+        wrong, still = verdict(results + _gather_flat(computed(self.choice.devices)))
         names = [name for name, p in step.module.named_parameters() if p.requires_grad]
         odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
-        places = dict(_of_all([(device, self._place(step.trainer, device)) for device in sorted(self._own)]))
+        places = dict(
+            _gather_flat([(device, self._place(step.trainer, device)) for device in sorted(self._local_devices)])
+        )
         who = " or ".join(places[device] for device in wrong)
         what = join_names(odd, 1) + f" ({len(odd)} of {plural(len(names), 'tensor')})"
         how = "and again when asked once more" if still else "once: asked once more it was right"
@@ -112,11 +114,11 @@ class AuditHook(StepHook):
     def on_error(self, step: Step, error: Exception) -> None:
         """After a damaged message: find out who sent or got it."""
         if isinstance(error, CorruptMessage):
-            raise asked_again(error, step.number, step.strategy.root_device) from None
+            raise diagnose_links(error, step.number, step.strategy.root_device) from None
 
     def _again(self, step: Step, piece: int, device: int) -> Gradients:
         """Compute a piece on a device of this process once more, from the buffers as the step began."""
-        with leaving_no_trace(step, self._start):
+        with restoring_module(step, self._start):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
             return [parameter.grad for parameter in trained(step.module)]
 
@@ -127,7 +129,7 @@ class AuditHook(StepHook):
         return f"{name} {device} ({devices[device % len(devices)]} on {platform.node()})"
 
 
-class Tells(Callback):
+class LogAuditCount(Callback):
     """Logs at a run's end how many pieces were computed again."""
 
     def __init__(self, hook: AuditHook) -> None:
@@ -137,7 +139,7 @@ class Tells(Callback):
         LOG.info(f"audit: {plural(self.hook.pieces, 'piece')} computed again, all the same bits")
 
 
-class Silent:
+class Muted:
     """What the proxy of a module has before its class: it logs nothing, since the first time was enough."""
 
     def log(self, *args: Any, **kwargs: Any) -> None: ...
@@ -146,12 +148,12 @@ class Silent:
 
 
 @contextmanager
-def leaving_no_trace(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
+def restoring_module(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
     """What is computed inside begins with the buffers `start`, and changes neither module nor gradients, metrics, logs
     or random state."""
     module, strategy = step.module, step.strategy
     gradients, now, device = [p.grad for p in module.parameters()], copied(module), strategy.root_device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(silent(module)):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(muted(module)):
         put_back(module, start)
         for parameter in module.parameters():
             parameter.grad = None
@@ -161,22 +163,24 @@ def leaving_no_trace(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def silent(module: Any) -> Any:
+def muted(module: Any) -> Any:
     """Return a proxy that logs nothing, and whose numbers, lists, dicts and metrics change without the module's own."""
-    found = proxy(module, Silent)
-    kept = {name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
+    muted_proxy = proxy(module, Muted)
+    attributes = {
+        name: copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()
+    }
     for name, child in module.named_children():
         if any(isinstance(layer, Metric) for layer in child.modules()) and not list(child.parameters()):
-            kept["_modules"][name] = deepcopy(child)
-    object.__setattr__(found, "__dict__", kept)
-    return found
+            attributes["_modules"][name] = deepcopy(child)
+    object.__setattr__(muted_proxy, "__dict__", attributes)
+    return muted_proxy
 
 
-def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
+def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> Exception:
     """What to raise for a step's sum that came damaged. Where all ranks see it, each sends a pattern to the next rank,
     then to the one after that: who sends or gets two that come wrong is named. Of two ranks it may be either. A sum
     that came wrong to some only is told by them."""
-    if not barrier_with_timeout(f"a damaged sum in step {step}", MEETING_SECONDS):
+    if not barrier_with_timeout(f"a damaged sum in step {step}", BARRIER_SECONDS):
         return damaged
     rank, world = dist.get_rank(), dist.get_world_size()
     pattern, wrong = torch.arange(PATTERN, device=device), []
@@ -186,19 +190,19 @@ def asked_again(damaged: CorruptMessage, step: int, device: torch.device) -> Exc
         for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, got, source)]):
             work.wait()
         wrong += [] if torch.equal(got, pattern) else [(source, rank)]
-    links = _of_all(wrong)
+    links = _gather_flat(wrong)
     odd = tuple(end for end, count in Counter(end for link in links for end in link).items() if count > 1)
-    told = "asked once more, all comes as it was sent"
+    diagnosis = "asked once more, all comes as it was sent"
     if odd:
-        told = f"what rank {' or '.join(map(str, odd))} sends or gets comes wrong again"
+        diagnosis = f"what rank {' or '.join(map(str, odd))} sends or gets comes wrong again"
     elif links:
-        told = "what rank {} sends to rank {} comes wrong again".format(*links[0])
-    found = WrongGradient(f"{damaged}; {told}")
-    found.without, found.last_good_step = odd or (links[0] if links else tuple(range(world))), step
-    return found
+        diagnosis = "what rank {} sends to rank {} comes wrong again".format(*links[0])
+    error = WrongGradient(f"{damaged}; {diagnosis}")
+    error.without, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
+    return error
 
 
-def _of_all(mine: list[Any]) -> list[Any]:
+def _gather_flat(mine: list[Any]) -> list[Any]:
     """What all ranks have, by rank."""
     return [each for part in gather_objects(mine) for each in part]
 

@@ -75,6 +75,6 @@ class Late(Extra):
         return [LateSteps(self._sum)]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.late.sum import AppliesTheRest
+        from lockstep.extras.late.sum import ApplyRemaining
 
-        return [AppliesTheRest(self._sum)]
+        return [ApplyRemaining(self._sum)]

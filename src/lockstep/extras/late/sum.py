@@ -95,10 +95,10 @@ class LateSteps(StepHook):
 
     def after_optimizer_step(self, step: Step) -> None:
         if is_last_step(step.trainer):
-            apply_the_rest(step.trainer, self.late)
+            apply_remaining(step.trainer, self.late)
 
 
-class AppliesTheRest(Callback):
+class ApplyRemaining(Callback):
     """Applies what waits, and saves, at the end of a run that was stopped early, and of one that resumes where no step
     is left. Before other callbacks: an average of the weights takes their place at the end."""
 
@@ -106,7 +106,7 @@ class AppliesTheRest(Callback):
         self.late = late
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if apply_the_rest(trainer, self.late):
+        if apply_remaining(trainer, self.late):
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, Checkpoint):
                     callback.save(trainer)
@@ -114,7 +114,7 @@ class AppliesTheRest(Callback):
     on_fit_end = on_train_end
 
 
-def apply_the_rest(trainer: Any, late: LateSum) -> int:
+def apply_remaining(trainer: Any, late: LateSum) -> int:
     """Apply the gradients that wait, the oldest first. They count as no steps. Returns how many there were."""
     loop, count = trainer.fit_loop.epoch_loop, late.waiting
     while late.waiting:

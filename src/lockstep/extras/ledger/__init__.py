@@ -45,6 +45,6 @@ class Ledger(Extra):
         return [self._lines]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.ledger.lines import Mends
+        from lockstep.extras.ledger.lines import RepairLedger
 
-        return [Mends(self._lines)] if self._lines is not None else []
+        return [RepairLedger(self._lines)] if self._lines is not None else []

@@ -59,11 +59,11 @@ class LocalSgd(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep.extras.local_sgd.average import OwnGradients
+        from lockstep.extras.local_sgd.average import LocalGradients
 
-        return OwnGradients(gradients)
+        return LocalGradients(gradients)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.local_sgd.average import Averages
+        from lockstep.extras.local_sgd.average import AverageWeights
 
-        return [Averages(self.every)]
+        return [AverageWeights(self.every)]

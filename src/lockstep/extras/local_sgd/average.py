@@ -12,7 +12,7 @@ from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 
 
-class OwnGradients(WrappedGradientSum):
+class LocalGradients(WrappedGradientSum):
     """The gradient of the mean loss over this process's samples; nothing is sent."""
 
     def __init__(self, inner: GradientSum) -> None:
@@ -30,7 +30,7 @@ class OwnGradients(WrappedGradientSum):
         return step
 
 
-class Averages(StepHook):
+class AverageWeights(StepHook):
     """Averages the weights of all processes after every so many steps, and before somebody reads them. When, follows
     from the step; a counter, such as that of Lightning's `model_averaging_period`, begins anew in a resumed run."""
 
