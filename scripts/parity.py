@@ -45,14 +45,14 @@ from trials.trial import Outcome, Trial, counted, run, shorten
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Flag, checker, group_file, options, whole_number
-from lockstep.config.familiar import unknown_name_message
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import Flag, checker, group_file, options, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.launch.parent import WorkerFailed
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural

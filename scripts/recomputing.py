@@ -16,13 +16,13 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
-from lockstep.config.checks import group_file
 from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, decisive_config, parse_line, read
-from lockstep.launch.agent import launch
+from lockstep.extras.ledger.ledger_file import NAME, STATE, config_sha256, decisive_config, parse_line, read
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.training import train
 from lockstep.step.lightning_quirks import validates

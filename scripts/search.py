@@ -34,10 +34,10 @@ except ImportError:
     sys.exit(2)
 
 from lockstep.config.arguments import quoted
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
-from lockstep.launch.interpreter import disable_garbage_collector, exit_process
+from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
 from lockstep.run.summary import write_conclusion

@@ -30,9 +30,17 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.checkpoint.paths import step_checkpoints
-from lockstep.config.checks import Whole, as_text, checker, show
+from lockstep.config.value_checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parse_line, read, samples_sha256
+from lockstep.extras.ledger.ledger_file import (
+    NAME,
+    config_sha256,
+    hashes,
+    line_sha256,
+    parse_line,
+    read,
+    samples_sha256,
+)
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions

@@ -1,7 +1,7 @@
 """Test a checkpoint on any layout:  python src/evaluate.py checkpoint=<file or run folder> devices=2"""
 
 if __name__ == "__main__":
-    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+    import lockstep.exit_on_signal  # noqa: F401  a Ctrl-C is one line from here on
 
 from pathlib import Path
 from typing import Any

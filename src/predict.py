@@ -1,15 +1,15 @@
 """What a trained model says about images:  python src/predict.py checkpoint=<file or run folder> images=<folder>"""
 
 if __name__ == "__main__":
-    import lockstep.at_once  # noqa: F401  a Ctrl-C is one line from here on
+    import lockstep.exit_on_signal  # noqa: F401  a Ctrl-C is one line from here on
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import whole_number
+from lockstep.config.value_checks import whole_number
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_new_thread
+from lockstep.launch.new_thread import in_new_thread
 from lockstep.run import cli
 
 

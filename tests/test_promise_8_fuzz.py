@@ -139,7 +139,7 @@ VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**30, -(10**30)),
     *(0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
     *("", " ", "auto", "null", "1", "-1", "../up", "/", "a/b", "a\nb", "\0", "ü", "x" * 300),
-    *("os.system", "builtins.open", "lockstep.launch.agent.launch", "project.models.MnistCNN", "lockstep.."),
+    *("os.system", "builtins.open", "lockstep.launch.parent.launch", "project.models.MnistCNN", "lockstep.."),
     *([], [1], [[1]], ["a"], {}, {"a": 1}, {"_target_": "os.system"}, {"name": None}),
 )
 

@@ -13,7 +13,7 @@ from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import check as config
 from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import machine

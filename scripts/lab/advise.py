@@ -31,13 +31,13 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Positive, checker, group_file
+from lockstep.config.value_checks import Positive, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import available_cores, gpu_count
+from lockstep.launch.parent import WorkerFailed, launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
 from lockstep.run.training import train

@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from lockstep.arithmetic.order import hash64
     from lockstep.callbacks.meter import find_meter
     from lockstep.checkpoint.weights import copy_weights, load_weights, weights_message
-    from lockstep.config.checks import match_patterns
+    from lockstep.config.value_checks import match_patterns
     from lockstep.data.data_module import DataModule
     from lockstep.data.datasets import ArrayDataset, Source, Spec
     from lockstep.errors import UserError
-    from lockstep.launch.endings import WorkerFailed
     from lockstep.launch.machine import available_cores
+    from lockstep.launch.outcomes import WorkerFailed
     from lockstep.launch.process_group import gather_objects
     from lockstep.launch.signals import Interrupted
     from lockstep.run.api import Composed, compose, train
-    from lockstep.run.lines import peak_lr
     from lockstep.run.loggers import hyper_parameters
+    from lockstep.run.report_lines import peak_lr
     from lockstep.step.batch import StepBatch
     from lockstep.step.lightning_quirks import is_last_step
     from lockstep.step.metrics import Count, ExactMean
-    from lockstep.step.untimed import exclude_from_timing
+    from lockstep.step.timing import exclude_from_timing
     from lockstep.text import join_names, plural
 
 __all__ = [
@@ -71,7 +71,7 @@ HOMES = {
     "Spec": "lockstep.data.datasets",
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
-    "WorkerFailed": "lockstep.launch.endings",
+    "WorkerFailed": "lockstep.launch.outcomes",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",
     "available_cores": "lockstep.launch.machine",
@@ -82,11 +82,11 @@ HOMES = {
     "is_last_step": "lockstep.step.lightning_quirks",
     "join_names": "lockstep.text",
     "load_weights": "lockstep.checkpoint.weights",
-    "match_patterns": "lockstep.config.checks",
-    "peak_lr": "lockstep.run.lines",
+    "match_patterns": "lockstep.config.value_checks",
+    "peak_lr": "lockstep.run.report_lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
-    "exclude_from_timing": "lockstep.step.untimed",
+    "exclude_from_timing": "lockstep.step.timing",
     "weights_message": "lockstep.checkpoint.weights",
 }
 

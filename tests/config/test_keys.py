@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import ROOT, options
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.value_checks import ROOT, options
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError

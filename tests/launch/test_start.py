@@ -42,7 +42,7 @@ def test_a_worker_imports_nothing_that_it_does_not_need_and_collects_no_garbage_
 def test_leaving_loses_nothing(tmp_path: Path) -> None:
     program = f"""
 import logging, logging.handlers
-from lockstep.launch.interpreter import exit_process
+from lockstep.launch.process_lifetime import exit_process
 kept = logging.handlers.MemoryHandler(100, target=logging.FileHandler({str(tmp_path / "log")!r}))
 kept.emit(logging.LogRecord("x", 20, "x", 1, "logged", (), None))
 print("written", end=" ")

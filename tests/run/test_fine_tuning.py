@@ -16,12 +16,12 @@ from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check
-from lockstep.config.checks import match_patterns
+from lockstep.config.value_checks import match_patterns
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.lines import parameter_counts
+from lockstep.run.report_lines import parameter_counts
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"

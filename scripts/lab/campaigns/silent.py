@@ -13,8 +13,8 @@ from campaigns.flips import NAME, PLACES
 from campaigns.lives import Life
 from common.showing import markdown
 
-from lockstep.extras.ledger.lines import NAME as LEDGER
-from lockstep.extras.ledger.lines import config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.extras.ledger.ledger_file import NAME as LEDGER
+from lockstep.extras.ledger.ledger_file import config_sha256, line_sha256, parse_line, read, text_of
 
 RANKS = 3  # of which two can say that the other one is wrong
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]

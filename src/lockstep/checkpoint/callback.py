@@ -17,7 +17,7 @@ from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
 from lockstep.step.lightning_quirks import validates
-from lockstep.step.untimed import exclude_from_timing
+from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.text import join_names

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
-from lockstep.config import checks
+from lockstep.config import value_checks
 from lockstep.config.arguments import (
     SEVERAL,
     config_folders,
@@ -23,13 +23,13 @@ from lockstep.config.arguments import (
     split_flags,
     sweeps,
 )
-from lockstep.config.checks import ROOT, options
+from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.agreement import decide_on_rank_zero
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import gather_objects
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.text import typed
 
 MULTIRUN = {"-m", "--multirun"}
@@ -121,7 +121,7 @@ def _expand_init_from(
         return str(
             newest_run_folder(
                 "init_from",
-                Path(checks.folder("outputs", _compose_single([*new_overrides, *flags], config_name).outputs)),
+                Path(value_checks.folder("outputs", _compose_single([*new_overrides, *flags], config_name).outputs)),
             )
         )
 
@@ -199,7 +199,7 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
         config = _compose_single([*new_overrides, *flags], config_name)
-        runs, runs_of = Path(checks.folder("outputs", config.outputs)) / str(config.name), "*"
+        runs, runs_of = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
         if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides):
             runs, runs_of = runs.parent, "*/*"
         wanted = str(newest_run_folder("resume", runs, runs_of))

@@ -15,8 +15,8 @@ from lockstep.checkpoint.io import CheckpointError, Loaded
 from lockstep.checkpoint.resume import RECORD, write_record
 from lockstep.files import same_file
 from lockstep.launch import slurm
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
+from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 
 LOG = logging.getLogger("lockstep")

@@ -15,11 +15,11 @@ from hydra.core.hydra_config import HydraConfig
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
-from lockstep.config.checks import checker, show
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Keys, RunKeys
 from lockstep.config.targets import check_target, targets_in
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count

@@ -11,9 +11,9 @@ import hydra.utils
 from hydra.errors import InstantiationException
 from pydantic.errors import PydanticUserError
 
-from lockstep.config.checks import checker, show
-from lockstep.config.familiar import unknown_name_message
+from lockstep.config.suggestions import unknown_name_message
 from lockstep.config.targets import check_target
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.config.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
+from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 

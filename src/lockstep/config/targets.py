@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 
 EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # classes of Lightning's that need a package beside it

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.order import hash64
-from lockstep.config.checks import checker
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Data
+from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_new_thread
+from lockstep.launch.new_thread import in_new_thread
 
 check_data = checker(Data)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.data.datasets import ArrayDataset, Ids, Splits, base
 from lockstep.errors import UserError
 

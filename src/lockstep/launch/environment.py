@@ -1,6 +1,6 @@
 """What has started this process, and its place in the run: read from the environment once.
 
-On one machine our own parent (launch/agent.py) starts workers. On several an engine has started them, and each engine
+On one machine our own parent (launch/parent.py) starts workers. On several an engine has started them, and each engine
 has its own variables for rank and world size:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*          also our own workers: the parent sets the same

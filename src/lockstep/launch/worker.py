@@ -13,9 +13,9 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.endings import Outcome, WorkerFailed, first_line, outcome_of, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
+from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, users_line
 from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
 from lockstep.launch.signals import Interrupted, end_children, record_signal, set_parent_death_signal, unblock_signals
 

@@ -17,11 +17,11 @@ from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run import fast
-from lockstep.run.lines import headline
+from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
+from lockstep.run.report_lines import headline
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
@@ -77,7 +77,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
-    fast.apply_memory_format(module, config.speed.memory_format)
+    worker_setup.apply_memory_format(module, config.speed.memory_format)
     if config.trains:
         offers["optimizer"].named = module.named_parameters
     return module

@@ -23,16 +23,16 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep import began
 from lockstep.checkpoint import paths, resume
-from lockstep.config import arguments, checks
+from lockstep.config import arguments, value_checks
 from lockstep.config.arguments import check_arguments
-from lockstep.config.checks import ROOT, run_name
+from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
-from lockstep.launch.agreement import decide_on_rank_zero, forget_decisions, ranks_with_folder
-from lockstep.launch.endings import users_line
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
-from lockstep.launch.interpreter import disable_garbage_collector, exit_process
+from lockstep.launch.outcomes import users_line
 from lockstep.launch.process_group import join_external, rank_zero_prints
+from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, forget_decisions, ranks_with_folder
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import summary_of, write_conclusion
@@ -130,7 +130,9 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
 
     ran = False
     try:
-        if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.at_once":  # the imports are done
+        if (
+            getattr(signal.getsignal(signal.SIGINT), "__module__", "") == "lockstep.exit_on_signal"
+        ):  # the imports are done
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if {"--help", "-h"} & set(sys.argv):
             page = arguments.help_page(config_name, check_arguments(sys.argv[1:]), pages)
@@ -228,7 +230,9 @@ def register_folder() -> None:
 def _folder(kind: str, outputs: Any, name: Any, overrides: Any) -> str:
     """The folder of a new run or sweep, named by its start time, or by the SLURM job that finds it again; the same for
     all processes that start it together."""
-    runs = Path(checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else []))
+    runs = Path(
+        value_checks.folder("outputs", outputs), run_name("name", name), *(["sweeps"] if kind == "sweeps" else [])
+    )
 
     def named() -> str:
         job_folder = slurm.folder_of_job(runs, overrides)

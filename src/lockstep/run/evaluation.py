@@ -15,18 +15,18 @@ from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.config import checks
+from lockstep.config import value_checks
 from lockstep.config.check import Config, check
-from lockstep.config.checks import checker, show
 from lockstep.config.schema import OptionalGroup, SpecRecord
 from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
 from lockstep.errors import UserError
-from lockstep.launch.agreement import decide_on_rank_zero
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import RunRecord
+from lockstep.run.worker_setup import set_up_worker
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 SPLITS = ("train", "val", "test")
@@ -46,11 +46,11 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         CheckpointError: there is none.
         UserError: it is neither, or no run has one.
     """
-    path = checks.as_text(raw["checkpoint"])  # a file may be named 5
+    path = value_checks.as_text(raw["checkpoint"])  # a file may be named 5
     if not isinstance(path, str) or not path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
-        outputs = Path(checks.folder("outputs", raw["outputs"]))
+        outputs = Path(value_checks.folder("outputs", raw["outputs"]))
         path = str(resume.newest_run_folder("checkpoint", outputs))
     location = Path(path).expanduser()
     if not location.is_dir():

@@ -16,7 +16,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.length import run_length
+from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.

@@ -21,8 +21,8 @@ from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.run.build import make_data, make_module, make_trainer
 from lockstep.run.evaluation import config_of, find_checkpoint_and_record, some, spec_of, weights_must_fit
-from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import summarise, write_summary
+from lockstep.run.worker_setup import set_up_worker
 from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")

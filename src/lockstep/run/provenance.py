@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.environment import environment

@@ -14,10 +14,10 @@ from lockstep.checkpoint.resume import last_checkpoint_id, record_of
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
-from lockstep.launch.agent import launch
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
 from lockstep.run.provenance import check_same_on_all_ranks, machine_fingerprint

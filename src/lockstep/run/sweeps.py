@@ -23,14 +23,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import check
-from lockstep.config.checks import checker
 from lockstep.config.schema import Sweep
+from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
-from lockstep.launch.agent import start_method
 from lockstep.launch.environment import environment, export, external_workers
-from lockstep.launch.interpreter import freeze_imports
 from lockstep.launch.machine import gpu_count
+from lockstep.launch.parent import start_method
 from lockstep.launch.process_group import broadcast_from_rank_zero
+from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.signals import (
     Interrupted,
     block_signals,

@@ -23,24 +23,24 @@ from lockstep.checkpoint import weights
 from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_data, resume_messages
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
+from lockstep.checkpoint.resume_state import ResumeState
 from lockstep.checkpoint.start import TakeFolder, load_start
-from lockstep.checkpoint.state import ResumeState
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.agreement import ranks_with_folder
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
+from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
+from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted
-from lockstep.run import fast, provenance
+from lockstep.run import provenance, worker_setup
+from lockstep.run.batch_norm_check import OF_TORCH, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.length import run_length
-from lockstep.run.lines import StartLines, chance_level_line, end_lines, start_lines
-from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, single_value_error
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
+from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
+from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
@@ -58,7 +58,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         record: the texts of the files in `.hydra/`, by name.
     """
     started = time.perf_counter()
-    rank = fast.set_up_worker(config, folder)
+    rank = worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
@@ -90,7 +90,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = fast.describe_choices(module, config.compile)
+    chosen = worker_setup.describe_choices(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
     starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
     callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.step.gradients import GradientSum, all_reduce
-from lockstep.step.parts import segment_ids
+from lockstep.step.network_parts import segment_ids
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:

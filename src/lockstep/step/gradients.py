@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.parts import segment_ids
+from lockstep.step.network_parts import segment_ids
 from lockstep.step.protocols import Gradients, StepStrategy
 from lockstep.text import plural
 

@@ -5,7 +5,7 @@ from conftest import composed
 from refusals import refused_with
 
 from lockstep.config import check as config
-from lockstep.extras.ledger.lines import decisive_config
+from lockstep.extras.ledger.ledger_file import decisive_config
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 

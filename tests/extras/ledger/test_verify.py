@@ -20,7 +20,7 @@ from lockstep.checkpoint.io import keep_step_checkpoint, save
 from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
+from lockstep.extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
 from lockstep.extras.pipeline.cut import balanced, stage_starts
 from lockstep.step.batch import MicroBatch
-from lockstep.step.parts import contents, parts_of
+from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.protocols import Action
 from lockstep.strategies.base import PieceStrategy, T, generators, proxy
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from lockstep.config.familiar import no_such_key_message
+from lockstep.config.suggestions import no_such_key_message
 from lockstep.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/

@@ -1,7 +1,7 @@
 """Runs a function in the worker processes that a layout needs.
 
 Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so its main thread
-never runs a parallel operation (user code is called in another one: own_thread.py) or touches CUDA, and may fork. A
+never runs a parallel operation (user code is called in another one: new_thread.py) or touches CUDA, and may fork. A
 forked worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks:
 rank zero serves the store at which the workers meet. It ends all workers when one dies, and returns their result. On
 several machines an engine has started the workers already (launch/environment.py): the function then runs in place.
@@ -21,9 +21,8 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs, worker
-from lockstep.launch.endings import Outcome, WorkerFailed, last_frame
 from lockstep.launch.environment import external_workers
-from lockstep.launch.interpreter import freeze_imports
+from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
 from lockstep.launch.process_group import (
     NAMING_SECONDS,
     hanging_ranks_message,
@@ -34,6 +33,7 @@ from lockstep.launch.process_group import (
     open_store_socket,
     use_timeout,
 )
+from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
 from lockstep.launch.worker import WorkerResult

@@ -21,7 +21,7 @@ from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
 from lockstep.run.api import compose
-from lockstep.run.lines import WIDTH, chance_level_line, data_counts, peak_lr, start_lines
+from lockstep.run.report_lines import WIDTH, chance_level_line, data_counts, peak_lr, start_lines
 from project import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")

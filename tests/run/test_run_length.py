@@ -9,7 +9,7 @@ from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run.length import RunLength, run_length
+from lockstep.run.run_length import RunLength, run_length
 
 SAMPLES = 640  # ten steps an epoch
 

@@ -18,7 +18,7 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import Ids, labels_of
 from lockstep.errors import UserError
-from lockstep.run.length import run_length
+from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
