@@ -24,7 +24,7 @@ from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import NAME, STATE, config_sha256, decisive_config, parse_line, read
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 from lockstep.step.lightning_quirks import validates
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
@@ -137,7 +137,7 @@ def _lines(folder: Path) -> dict[int, dict[str, Any]]:
 
 def _work(config: Config, splits: Splits, folder: Path) -> None:
     logging.disable(logging.WARNING)
-    train(config, splits, folder)
+    fit_and_test(config, splits, folder)
 
 
 def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ except ImportError:
     print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
     sys.exit(2)
 
-from lockstep.config.arguments import quoted
+from lockstep.config.arguments import quote_path
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
@@ -168,9 +168,14 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
     """
 
     def start(job: Job) -> None:
-        sys.argv[:] = [str(ROOT / "src" / "train.py"), *job.overrides, f"hydra.run.dir={quoted(job.folder)}", *flags]
+        sys.argv[:] = [
+            str(ROOT / "src" / "train.py"),
+            *job.overrides,
+            f"hydra.run.dir={quote_path(job.folder)}",
+            *flags,
+        ]
         with _into(log):
-            code, said = cli.run(train, "train")
+            code, said = cli.run_command(train, "train")
             if said:
                 print(said, file=sys.stderr)
         if code > 128:

@@ -40,7 +40,7 @@ from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.launch.parent import WorkerFailed, launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
 WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: left out; counted
@@ -181,7 +181,7 @@ def measure(
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    return fit_and_test(config, splits, folder)
 
 
 def table(choices: list[Choice]) -> str:

@@ -29,7 +29,7 @@ from lockstep.launch.network import LOOPBACK, bind_socket
 from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that measure, show and keep
@@ -136,7 +136,7 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    return fit_and_test(config, splits, folder)
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:

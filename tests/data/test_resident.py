@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from lockstep.arithmetic.layout import Layout
 from lockstep.data import ArrayDataset, DataModule, Splits
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import base
+from lockstep.data.datasets import innermost_dataset
 from lockstep.data.on_device import Resident, place_on_device
 from lockstep.errors import UserError
 
@@ -66,15 +66,15 @@ def test_the_batches_are_the_same(strategy: str, devices: int, world_size: int) 
         assert len(there) == len(here) > 6
         assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
     wrong = data(on, True)
-    held = base(wrong.splits.train)
+    held = innermost_dataset(wrong.splits.train)
     held.images = held.images.flip(0)  # the control: it is the moved set that is fetched from
     assert not all(torch.equal(a, b) for a, b in zip(seen(wrong), seen(data(on, False)), strict=True))
 
 
 def test_a_set_is_put_there_once_and_needs_no_loader_process() -> None:
     made = data(layout(), True, workers=2)
-    assert isinstance(base(made.splits.train), Resident)
-    assert base(made.splits.train) is base(made.splits.val)  # two subsets of one set
+    assert isinstance(innermost_dataset(made.splits.train), Resident)
+    assert innermost_dataset(made.splits.train) is innermost_dataset(made.splits.val)  # two subsets of one set
     assert made.train_dataloader().num_workers == 0
     assert data(layout(), False, workers=2).train_dataloader().num_workers == 2
 
@@ -96,7 +96,7 @@ def test_how_much_room_it_may_take(choice: Any, free: float, moved: bool) -> Non
 def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
     held = Subset(train, range(30))
     found = place_on_device(splits(held), CPU, "auto", PLENTY)
-    assert base(found.train) is train
+    assert innermost_dataset(found.train) is train
     assert isinstance(found.test, Resident)
     with pytest.raises(UserError, match=r"speed.resident=true: no set of this data is in memory.*resident=auto"):
         place_on_device(splits(train, evaluated=train), CPU, True, PLENTY)

@@ -27,7 +27,7 @@ ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, ba
 
 
 def fails_in_a_loader(where: str) -> None:
-    logs.configure(Path(where), 0)
+    logs.configure_logging(Path(where), 0)
     list(DataLoader(Torn(), num_workers=1))
 
 

@@ -16,7 +16,7 @@ from train import train
 in_workers = supervisor.run_in_workers
 
 def work(*args):
-    from lockstep.run.training import train as fit
+    from lockstep.run.training import fit_and_test as fit
 
     result = fit(*args)
     print("\\nCOLLECTS", gc.isenabled(), gc.get_freeze_count() > 100_000)

@@ -62,7 +62,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     """The file of a process that is set up as rank zero; all is put back afterwards."""
     root, ours = logging.root, logging.getLogger("lockstep")
     kept = root.handlers, root.level, ours.handlers, logging.raiseExceptions
-    logs.configure(tmp_path, 0)
+    logs.configure_logging(tmp_path, 0)
     yield tmp_path / "train.log"
     root.handlers, ours.handlers, logging.raiseExceptions = kept[0], kept[2], kept[3]
     root.setLevel(kept[1])

@@ -284,7 +284,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def keep_step_checkpoint(last: Path, step: int, number: int) -> None:
     """Give `last`, saved after `step`, a second name that stays. Keep the `number` newest of these, all if it is -1;
     remove those of later steps, which a run that has gone back behind them makes again."""
-    same_file(last, paths.of_step(last.parent, step))
+    same_file(last, paths.step_path(last.parent, step))
     step_files = paths.step_checkpoints(last.parent)
     upto = [each for each in step_files if each <= step]
     for removed in step_files.keys() - set(upto if number < 0 else upto[-number:]):

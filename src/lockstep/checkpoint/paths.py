@@ -19,7 +19,7 @@ def best(run: Path) -> Path:
     return folder(run) / "best.ckpt"
 
 
-def of_step(checkpoints: Path, step: int) -> Path:
+def step_path(checkpoints: Path, step: int) -> Path:
     """Return the path of a checkpoint that `checkpoint_keep` leaves in a folder of checkpoints."""
     return checkpoints / f"step_{step}.ckpt"
 

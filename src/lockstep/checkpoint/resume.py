@@ -16,12 +16,12 @@ from lockstep.config import value_checks
 from lockstep.config.arguments import (
     SEVERAL,
     config_folders,
+    is_sweep,
     key,
     parse_arguments,
-    quoted,
+    quote_path,
     search_path_override,
     split_flags,
-    sweeps,
 )
 from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
@@ -30,7 +30,7 @@ from lockstep.launch import slurm
 from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import gather_objects
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
-from lockstep.text import typed
+from lockstep.text import shell_override
 
 MULTIRUN = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
@@ -77,7 +77,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
     for group in SEVERAL:
         _drop_options(merged, group, new_overrides)
     merged |= {key(override): override for override in new_overrides}
-    merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
+    merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return [*merged.values(), *flags]
 
 
@@ -126,7 +126,7 @@ def _expand_init_from(
         )
 
     folder = decide_on_rank_zero("init_from", newest_run)
-    return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
+    return [f"init_from={quote_path(folder)}" if each == "init_from=last" else each for each in arguments]
 
 
 def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
@@ -150,17 +150,17 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise UserError(f"{record}: can't be read") from error
     merged = {key(argument): argument for argument in map(str, before)}
-    if not any(sweeps(merged[name]) for name in LENGTH & merged.keys()):
+    if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
         _drop_length(merged, new_overrides)
     for argument in new_overrides:
         changed = merged.get(key(argument), argument)
-        if sweeps(argument) or sweeps(changed):
+        if is_sweep(argument) or is_sweep(changed):
             raise UserError(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
         merged[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
         merged.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
-    return [*merged.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
+    return [*merged.values(), f"sweep.resume={quote_path(folder)}", f"hydra.sweep.dir={quote_path(folder)}", *flags]
 
 
 def _split_off(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -207,7 +207,8 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     if path.is_dir():
         if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
             raise UserError(
-                f"resume={wanted}: a folder of runs, not a run: {typed('resume', runs_below[-1])} is the newest"
+                f"resume={wanted}: a folder of runs, not a run: "
+                f"{shell_override('resume', runs_below[-1])} is the newest"
             )
         path = paths.last(path)
     if not path.exists():
@@ -241,7 +242,7 @@ def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
     from hydra import compose, initialize_config_dir
 
     command_line = parse_arguments(arguments)
-    single = [argument for argument in command_line.overrides if not sweeps(argument)]
+    single = [argument for argument in command_line.overrides if not is_sweep(argument)]
     if command_line.config_dir:
         single += search_path_override([os.path.abspath(command_line.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

@@ -61,11 +61,11 @@ def checkpoint_to_load(folder: Path, resume: str | None, record: Mapping[str, st
         return last
     # The same command, started again, has gone back already: it goes on with what it has made since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    again = restarted and bool(record) and _recorded(folder) == (record or {}).get(RECORD)
+    again = restarted and bool(record) and _recorded_overrides(folder) == (record or {}).get(RECORD)
     return last if any(gather_objects(again)) else last.with_name(Path(resume).name)
 
 
-class TakeFolder(Callback):
+class ClaimFolder(Callback):
     """After the first step, or at the end of a run that has none to make, writes `.hydra/` and makes the checkpoint
     that the run went on from its last one. Until then the folder is that of the run before.
 
@@ -98,13 +98,13 @@ class TakeFolder(Callback):
             same_file(self._checkpoint, paths.last(self._folder))
 
 
-def _recorded(folder: Path) -> str:
+def _recorded_overrides(folder: Path) -> str:
     """The overrides of the run in a folder."""
     file = folder / ".hydra" / RECORD
     return file.read_text() if file.exists() else ""
 
 
-def go_back(folder: Path, fault: WorkerFailed) -> None:
+def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
     """Make a run's last checkpoint the newest one of those kept that a device's fault has not spoilt.
 
     Raises:

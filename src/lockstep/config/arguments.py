@@ -67,11 +67,11 @@ def parse_arguments(arguments: Sequence[str]) -> Any:
 
 def search_path_override(folders: Iterable[str]) -> list[str]:
     """The override, if any, that stands for config folders."""
-    paths = ",".join(quoted(f"file://{folder}") for folder in folders)
+    paths = ",".join(quote_path(f"file://{folder}") for folder in folders)
     return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
-def quoted(path: Path | str) -> str:
+def quote_path(path: Path | str) -> str:
     """A path as an override's value, whatever characters it has."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
@@ -86,7 +86,7 @@ def overridden_keys() -> list[str]:
     return [key(override) for override in HydraConfig.get().overrides.task]
 
 
-def sweeps(override: str) -> bool:
+def is_sweep(override: str) -> bool:
     """Whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
 
@@ -159,7 +159,7 @@ def unreadable_override_message(override: str) -> str:
     pairs = (("[", "]"), ("{", "}"), ("(", ")"))
     if any(value.count(one) != value.count(other) for one, other in pairs) or value.count('"') % 2:
         return f"{override}: a bracket or a quotation mark of {key} has no other half"
-    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quoted(value)}\""""
+    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quote_path(value)}\""""
 
 
 def _purpose(file: Path) -> str:

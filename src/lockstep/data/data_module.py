@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data.datasets import Ids, Splits, base, labels_of
+from lockstep.data.datasets import Ids, Splits, innermost_dataset, labels_of
 from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, chunks_of_rank, streams
 from lockstep.data.on_device import Resident, place_on_device
 from lockstep.launch.environment import environment
@@ -137,7 +137,7 @@ class DataModule(pl.LightningDataModule):
         return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
 
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
-        resident = isinstance(base(dataset.dataset), Resident)
+        resident = isinstance(innermost_dataset(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None and streams(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))

@@ -152,7 +152,7 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
-def base(dataset: Any) -> Any:
+def innermost_dataset(dataset: Any) -> Any:
     """What lies below subsets; a class derived from Subset, which may transform its samples, is none."""
     while type(dataset) is Subset:
         dataset = dataset.dataset

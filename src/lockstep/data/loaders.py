@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, base, fetch
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.on_device import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -90,7 +90,7 @@ class StepDataset:
 
     def __getitems__(self, at: Step) -> StepBatch:
         loader_process = get_worker_info() is not None  # they may be many, each has its own memory, and nobody waits
-        if loader_process or type(base(self.dataset)) not in (ArrayDataset, Resident):
+        if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
         if at not in self._gathered:
             self._gathered = self._gather(*at)
@@ -111,7 +111,7 @@ class StepDataset:
 
     def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
         """The step `index`, and those after it that are gathered with it."""
-        order, image = self.order, base(self.dataset).images[0]
+        order, image = self.order, innermost_dataset(self.dataset).images[0]
         samples = -(-order.layout.batch_size // order.layout.replicas)
         together = max(1, GATHERED // (image.nbytes * samples))
         last = min(index + together, order.steps_per_epoch)
@@ -203,6 +203,6 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
 def streams(dataset: Any) -> bool:
     """Whether loader processes pay: a class says so by `streams`; else where samples are made one by one, and processes
     are forked, so that they need not find its classes and functions again."""
-    innermost = base(dataset)
+    innermost = innermost_dataset(dataset)
     in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
     return bool(getattr(innermost, "streams", sys.platform == "linux" and not in_memory))

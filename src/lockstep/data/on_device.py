@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.config.value_checks import show
-from lockstep.data.datasets import ArrayDataset, Ids, Splits, base
+from lockstep.data.datasets import ArrayDataset, Ids, Splits, innermost_dataset
 from lockstep.errors import UserError
 
 MIB = 1 << 20
@@ -45,7 +45,11 @@ def place_on_device(splits: Splits, device: torch.device, choice: bool | str, fr
     if choice is False:
         return splits
     parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
-    in_memory = {id(base(part)): base(part) for part in parts.values() if type(base(part)) is ArrayDataset}
+    in_memory = {
+        id(innermost_dataset(part)): innermost_dataset(part)
+        for part in parts.values()
+        if type(innermost_dataset(part)) is ArrayDataset
+    }
     size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in in_memory.values())
     if choice is True and not in_memory:
         raise UserError("speed.resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")

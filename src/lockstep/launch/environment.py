@@ -83,13 +83,13 @@ class Environment:
 @cache
 def environment() -> Environment:
     """This process's environment, as it was at the first call."""
-    return read(os.environ)
+    return read_environment(os.environ)
 
 
 os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its rank after it was forked
 
 
-def read(variables: Mapping[str, str]) -> Environment:
+def read_environment(variables: Mapping[str, str]) -> Environment:
     """Return the place in a run that some environment variables describe."""
     launcher, names = _dialect(variables)
 

@@ -58,7 +58,7 @@ def first_line(message: str) -> str:
     return (message.strip().splitlines() or ["no reason given"])[0]
 
 
-def users_line(trace: str) -> str:
+def user_code_location(trace: str) -> str:
     """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
     frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
     mine = [frame for frame in frames if _is_users(frame[0])]

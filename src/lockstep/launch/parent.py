@@ -69,7 +69,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
                     place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
-                    process = context.Process(target=worker.run, args=(work, args, place))
+                    process = context.Process(target=worker.run_worker, args=(work, args, place))
                     process.start()
                     workers.append(_Worker(f"rank {rank}", process, receiver))
                     sender.close()
@@ -181,9 +181,9 @@ def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # a stopped one answers when it goes on
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = last_frame(logs.stack_written(scratch, rank, NAMING_SECONDS))
+    where = last_frame(logs.read_stack(scratch, rank, NAMING_SECONDS))
     process.kill()
-    return where and f"it was {where}; its stack is in {logs.file_of(rank)}"
+    return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
 
 
 def _end_processes(processes: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch import logs
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, users_line
+from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, user_code_location
 from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
 from lockstep.launch.signals import Interrupted, end_children, record_signal, set_parent_death_signal, unblock_signals
 
@@ -44,7 +44,7 @@ class WorkerResult:
     trace: str = ""  # the traceback of a failure
 
 
-def run(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
+def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
     """The first function of a worker process."""
     faulthandler.enable(2)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # they may reach all processes at once; the parent
@@ -100,5 +100,5 @@ def _failure(error: BaseException, hang_timeout: float) -> WorkerResult:
     if isinstance(error, SystemExit):
         message = f"the worker left with exit code {error.code}"
     trace = traceback.format_exc()
-    where = f"{users_line(trace)}traceback in {logs.file_of(environment().rank)}"
+    where = f"{user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
     return WorkerResult(Outcome("failed", f"failed: {first_line(message)} ({where})", steps=steps), trace=trace)

@@ -29,14 +29,14 @@ from lockstep.config.value_checks import ROOT, run_name
 from lockstep.errors import UserError
 from lockstep.launch import slurm
 from lockstep.launch.environment import PARENT, STARTED, environment, export, external_workers, refuse_unread
-from lockstep.launch.outcomes import users_line
+from lockstep.launch.outcomes import user_code_location
 from lockstep.launch.process_group import join_external, rank_zero_prints
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, forget_decisions, ranks_with_folder
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import summary_of, write_conclusion
-from lockstep.text import typed
+from lockstep.text import shell_override
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
@@ -64,7 +64,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     path = filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")])  # a launcher's jobs run this project's code
     export(**{STARTED: str(began), "PYTHONPATH": os.pathsep.join(path)})
     disable_garbage_collector()
-    code, last_line = run(job, config_name, pages)
+    code, last_line = run_command(job, config_name, pages)
     if code == 0:
         forget_decisions()
     for number in ENDING:  # it ends
@@ -75,7 +75,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     exit_process(code)
 
 
-def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
+def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, str]:
     """As `command`, for what `sys.argv` asks; returns the exit code and the line to end with."""
     full = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # what Hydra itself refuses, it hands on instead of printing it and ending
@@ -95,7 +95,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             export(**{STARTED: str(time.time())})
         keeps = environment().rank in ranks_with_folder(folder)
         try:
-            with lock.locked(folder, keeps):
+            with lock.lock_folder(folder, keeps):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
                 if keeps and not (folder / ".hydra").exists():  # else train writes it anew when all checks have passed
                     resume.write_record(folder, resume.record_of(raw))
@@ -108,8 +108,8 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
             raised.append(busy)
         except Interrupted as interrupted:
             if saved(folder) and not sweeping and environment().rank == 0:
-                interrupted.add_note(f"to go on: {typed('resume', folder)}")
-            if environment().slurm_job != slurm_job:  # as `run` would, which is not around this job
+                interrupted.add_note(f"to go on: {shell_override('resume', folder)}")
+            if environment().slurm_job != slurm_job:  # as `run_command` would, which is not around this job
                 if requeued := slurm.requeue():
                     print(requeued, file=sys.stderr, flush=True)
                 sys.exit(interrupted.code)
@@ -120,7 +120,7 @@ def run(job: Job, config_name: str, pages: Path = arguments.CONF) -> tuple[int, 
                 if isinstance(error, BAD_INPUT) and keeps:
                     remove_refused_folder(folder)
                 elif saved(folder) and keeps and environment().rank == 0:
-                    error.add_note(f"to go on from its last checkpoint: {typed('resume', folder)}")
+                    error.add_note(f"to go on from its last checkpoint: {shell_override('resume', folder)}")
             elif external_workers() > 1 and not ends_all_ranks(error):  # and would meet this rank in its next job
                 sys.exit(f"error: {error_line(error)}")
             elif environment().rank == 0:  # the sweep tells of it, from its own process
@@ -204,7 +204,7 @@ def _message(error: BaseException) -> str:
         return f"{text}: {error.__cause__}"
     if isinstance(error, BAD_INPUT) or type(error).__module__.partition(".")[0] in ("lockstep", "__main__"):
         return text or type(error).__name__
-    where = users_line("".join(traceback.format_exception(error)))
+    where = user_code_location("".join(traceback.format_exception(error)))
     return f"{type(error).__name__}{f': {text}' * bool(text)} ({where}HYDRA_FULL_ERROR=1 shows the traceback)"
 
 

@@ -37,7 +37,7 @@ class FolderBusy(UserError):
 
 
 @contextmanager
-def locked(folder: Path, writes: bool = True) -> Iterator[None]:
+def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
     """Hold the lock of a folder, which is made where it does not exist.
 
     Args:
@@ -85,7 +85,7 @@ def _acquire(folder: Path) -> int:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
+            holder = _read_owner(descriptor)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 print(f"{path}: can't be locked ({error.strerror}): a second run here is not refused", file=sys.stderr)
                 return descriptor
@@ -96,12 +96,12 @@ def _acquire(folder: Path) -> int:
             continue
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                _sign(descriptor)
+                _write_owner(descriptor)
                 return descriptor
         os.close(descriptor)  # who held it has removed the folder
 
 
-def _sign(descriptor: int) -> None:
+def _write_owner(descriptor: int) -> None:
     """Write who holds the lock, for the message of those who don't get it."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = json.dumps({"host": platform.node(), "process": os.getpid(), "since": since})
@@ -110,7 +110,7 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _holder(descriptor: int) -> str:
+def _read_owner(descriptor: int) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(os.pread(descriptor, 1000, 0))
         return f"process {int(record['process'])} on {record['host']} (since {record['since']})"

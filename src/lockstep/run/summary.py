@@ -41,14 +41,14 @@ class RunRecord:
 
     def fitted(self) -> None:
         """Takes down what testing would overwrite."""
-        self.metrics.update(logged(self.trainer))
+        self.metrics.update(logged_metrics(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 
     def tested(self) -> None:
         """Takes down what the test has found, and of which weights."""
         from lockstep.checkpoint.io import weights_in_use
 
-        self.metrics.update(logged(self.trainer))
+        self.metrics.update(logged_metrics(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class RunRecord:
         checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
         summary = {
             **summarise(self.config, self.folder, status, error),
-            **progress(self.config, len(self.splits.train), trainer.global_step),
+            **progress_counts(self.config, len(self.splits.train), trainer.global_step),
             "epochs": trainer.current_epoch,
             "metrics": self.metrics,
             "throughput": {
@@ -80,13 +80,13 @@ class RunRecord:
         return summary
 
 
-def logged(trainer: "pl.Trainer") -> dict[str, float]:
+def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
     """What was logged, as plain numbers; counts are whole."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in metrics.items()}
 
 
-def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
+def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
     """What a summary says of `steps` optimizer steps on `samples` training samples."""
     order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)

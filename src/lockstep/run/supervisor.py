@@ -21,7 +21,7 @@ from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
 from lockstep.run.provenance import check_same_on_all_ranks, machine_fingerprint
-from lockstep.run.summary import progress, summarise, summary_of, write_conclusion
+from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
@@ -31,7 +31,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights
     from lockstep.data.build import open_data
-    from lockstep.run.training import train as work
+    from lockstep.run.training import fit_and_test as work
 
     # Before the data are opened; workers read all of the file, and check all of it.
     if config.resume:
@@ -84,9 +84,9 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             restarts += 1
             continues = last_checkpoint_id(folder) is not None
             if failed.without and continues:
-                from lockstep.checkpoint.start import go_back
+                from lockstep.checkpoint.start import restore_good_checkpoint
 
-                go_back(folder, failed)
+                restore_good_checkpoint(folder, failed)
             shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
             if left and not (failed.without and shrinks):
                 left -= 1
@@ -121,7 +121,7 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     written, steps = summary_of(folder), getattr(error, "steps", 0) or _steps_saved(folder)
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
-        known = summarise(config, folder, status, str(error)) | progress(config, len(splits.train), steps)
+        known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
     write_conclusion(folder, status, str(error), known)
 
 

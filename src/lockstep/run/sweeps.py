@@ -40,9 +40,9 @@ from lockstep.launch.signals import (
     unblock_signals,
 )
 from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy, locked
+from lockstep.run.lock import FolderBusy, lock_folder
 from lockstep.run.summary import summary_of, write_conclusion
-from lockstep.text import duration, plural, short_path, typed
+from lockstep.text import duration, plural, shell_override, short_path
 
 
 @dataclass
@@ -93,7 +93,7 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
     threads: set[int] = set()
     for job in jobs_of(config, listed):
         try:
-            settings = check(_composed(config, context, job.overrides))
+            settings = check(_compose_job(config, context, job.overrides))
         except UserError as refusal:
             if job.completed:
                 continue
@@ -104,11 +104,11 @@ def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[st
 
 def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
     """Hold the lock of a sweep's folder, before anything is written there."""
-    return locked(Path(config.hydra.sweep.dir), environment().rank == 0)
+    return lock_folder(Path(config.hydra.sweep.dir), environment().rank == 0)
 
 
 @contextmanager
-def failed_jobs(folder: Path) -> Iterator[None]:
+def report_failed_jobs(folder: Path) -> Iterator[None]:
     """While a launcher, of whatever kind, runs the jobs of a sweep: say in one line how many failed.
 
     Raises:
@@ -128,7 +128,7 @@ def failed_jobs(folder: Path) -> Iterator[None]:
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
 
 
-def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
+def _compose_job(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
     """A job's config as plain containers."""
     composed = context.config_loader.load_sweep_config(config, overrides)
     with open_dict(composed):
@@ -178,7 +178,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 def to_continue(folder: Path) -> str:
     """The line that says how to run the jobs of a sweep that are missing."""
-    return f"to run what is missing: python {short_path(sys.argv[0])} {typed('sweep.resume', folder)}"
+    return f"to run what is missing: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
     if jobs > count:
         are = "is" if count == 1 else "are"
         raise UserError(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {plural(count, kind)}")
-    cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    cut = [_split_evenly(gpus, jobs), _split_evenly(cores, jobs) if jobs <= len(cores) else [()] * jobs]
     return [Slot(tuple(job_gpus), tuple(job_cores)) for job_gpus, job_cores in zip(*cut, strict=True)]
 
 
-def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+def _split_evenly(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
 
 
@@ -256,7 +256,7 @@ def run_jobs(
                         break
                     job, place = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
-                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process = fork.Process(target=_run_job, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
                     running[process.sentinel] = process, job, place
                     if received:  # before it was known
@@ -272,7 +272,7 @@ def run_jobs(
             raise Interrupted(received[0])
 
 
-def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
+def _run_job(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

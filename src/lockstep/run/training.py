@@ -24,7 +24,7 @@ from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_dat
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
 from lockstep.checkpoint.resume_state import ResumeState
-from lockstep.checkpoint.start import TakeFolder, load_start
+from lockstep.checkpoint.start import ClaimFolder, load_start
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
@@ -51,7 +51,9 @@ LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None) -> dict[str, Any]:
+def fit_and_test(
+    config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it.
 
     Args:
@@ -69,21 +71,21 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begins: list[str] = [splits.about]
+    messages: list[str] = [splits.about]
     fresh: Sequence[str] = ()
     if config.init_from and not checkpoint:
         filled = weights.load_weights("init_from", module, config.init_from, True)
-        begins.append(filled.message)
+        messages.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
         fresh = filled.fresh
     check_batch_norms(config, splits, module)
-    begins += resume_messages(config, splits, resumed)
-    begins += config.strategy.notes(resumes=bool(resumed))
+    messages += resume_messages(config, splits, resumed)
+    messages += config.strategy.notes(resumes=bool(resumed))
     for extra in config.extras.values():
-        begins += extra.notes(config, resumes=bool(resumed))
+        messages += extra.notes(config, resumes=bool(resumed))
     if odd := not_plain(module.hparams):
-        begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
+        messages.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
     config = replace(config, max_epochs=run_length(config, samples).epochs)  # as Lightning and the console count them
@@ -92,8 +94,8 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     chosen = worker_setup.describe_choices(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
-    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
-    callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
+    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
+    callbacks += [Preemption(folder), starts, ClaimFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
         check_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
         check_checkpoint_fits(checkpoint, resumed, module.state_dict(), config, steps)
@@ -113,7 +115,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
-            reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
+            reason = next(filter(None, map(stop_reason, callbacks)), "a callback ended it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
@@ -167,7 +169,7 @@ def check_sizes(config: Config, samples: int) -> None:
     config.strategy.check_samples(config.layout, samples)
 
 
-def stopped_by(callback: Any) -> str | None:
+def stop_reason(callback: Any) -> str | None:
     """Why a callback has ended the run, where it is Lightning's EarlyStopping."""
     if not isinstance(callback, EarlyStopping) or not callback.stopping_reason_message:
         return None
@@ -182,7 +184,7 @@ def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> UserError:
         return error
     logging.root.error("the run can't go on", exc_info=error)
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UserError(f"{checkpoint}: can't go on from it: {cause} (traceback in {logs.file_of(rank)})")
+    return UserError(f"{checkpoint}: can't go on from it: {cause} (traceback in {logs.log_file_name(rank)})")
 
 
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:

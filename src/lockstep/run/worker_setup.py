@@ -20,7 +20,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 def set_up_worker(config: Config, folder: Path) -> int:
     """This worker's log, allocator and threads, before it computes anything; returns its rank."""
     rank = environment().rank
-    logs.configure(folder, rank)
+    logs.configure_logging(folder, rank)
     tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
     if config.speed.allocator != "system":
         keep_freed_memory()

@@ -41,11 +41,11 @@ class FiniteGradientCheck(StepHook):
 
     def before_step(self, step: Step) -> None:
         if self.policy == "skip":
-            self._buffers = copied(step.module)
+            self._buffers = copy_buffers(step.module)
 
     def before_optimizer_step(self, step: Step) -> None:
         if self._skips_step(step):
-            put_back(step.module, self._buffers)
+            restore_buffers(step.module, self._buffers)
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
@@ -124,13 +124,13 @@ class FiniteGradientCheck(StepHook):
         return f"loss of the samples {join_names(ids, 8)} of the training set" if ids else ""
 
 
-def copied(module: torch.nn.Module) -> dict[str, Tensor]:
+def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of a module's buffers, by name."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def put_back(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
-    """Give a module's buffers the values that `copied` returned."""
+def restore_buffers(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
+    """Give a module's buffers the values that `copy_buffers` returned."""
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.resize_(values[name].shape).copy_(values[name])

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Result = tuple[Gradients, list[float]]  # gradients, and under exact the largest elements, which the next grids follow
 
 
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters that are trained now, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -118,7 +118,7 @@ class GradientSum:
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Take the gradients of this process out of the parameters, and start their sum over all processes."""
-        parameters = trained(self.strategy.lightning_module)
+        parameters = trained_parameters(self.strategy.lightning_module)
         mine = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None

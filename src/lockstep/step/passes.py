@@ -15,7 +15,7 @@ from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
 from lockstep.step.gradients import GradientSum, gather_exponents
 from lockstep.step.hooks import StepHook
-from lockstep.step.memory import advice
+from lockstep.step.memory import out_of_memory_advice
 from lockstep.step.protocols import Action, StepData, StepStrategy, data_of
 
 Outputs = dict[str, Tensor]
@@ -87,7 +87,7 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = advice(error, step_batch, step.data.layout)
+            advised = out_of_memory_advice(error, step_batch, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise

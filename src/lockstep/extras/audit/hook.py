@@ -22,8 +22,8 @@ from lockstep.launch.environment import environment
 from lockstep.launch.outcomes import WorkerFailed
 from lockstep.launch.process_group import barrier_with_timeout, gather_objects
 from lockstep.step.batch import MicroBatch
-from lockstep.step.finite import copied, put_back
-from lockstep.step.gradients import trained
+from lockstep.step.finite import copy_buffers, restore_buffers
+from lockstep.step.gradients import trained_parameters
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.step.protocols import Gradients
@@ -69,11 +69,11 @@ class AuditHook(StepHook):
         sizes = list(map(len, order.pieces(*order.position(step.number))))
         self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, self.layout), None
         self._right = self._right or dict.fromkeys(self._devices, step.number)
-        self._start = copied(step.module) if self.choice else {}
+        self._start = copy_buffers(step.module) if self.choice else {}
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
         if self.choice and self.choice.piece == micro_batch.piece:
-            self._first = digests([parameter.grad for parameter in trained(step.module)])
+            self._first = digests([parameter.grad for parameter in trained_parameters(step.module)])
 
     def after_passes(self, step: Step) -> None:
         """Compare the two results, before the gradient is summed.
@@ -120,7 +120,7 @@ class AuditHook(StepHook):
         """Compute a piece on a device of this process once more, from the buffers as the step began."""
         with restoring_module(step, self._start):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
-            return [parameter.grad for parameter in trained(step.module)]
+            return [parameter.grad for parameter in trained_parameters(step.module)]
 
     def _place(self, trainer: Any, device: int) -> str:
         """A device of this process, for people."""
@@ -152,13 +152,13 @@ def restoring_module(step: Step, start: dict[str, Tensor]) -> Iterator[None]:
     """What is computed inside begins with the buffers `start`, and changes neither module nor gradients, metrics, logs
     or random state."""
     module, strategy = step.module, step.strategy
-    gradients, now, device = [p.grad for p in module.parameters()], copied(module), strategy.root_device
+    gradients, now, device = [p.grad for p in module.parameters()], copy_buffers(module), strategy.root_device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), strategy.computing_with(muted(module)):
-        put_back(module, start)
+        restore_buffers(module, start)
         for parameter in module.parameters():
             parameter.grad = None
         yield
-    put_back(module, now)
+    restore_buffers(module, now)
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
 
