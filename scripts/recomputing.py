@@ -47,7 +47,7 @@ class Until(Preemption):
         if trainer.global_step in self._steps:
             self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
             if not validates(trainer):
-                self._answer(trainer)
+                self._save_for_signal(trainer)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ __all__ = [
     "train",
     "weights_message",
 ]
-# Where each name is, and what it is called there. It is imported at first use: Hydra, torch and Lightning take seconds
-# that a mere import need not wait.
+# Where each name is. It is imported at first use: Hydra, torch and Lightning take seconds that a mere import need not
+# wait.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
     "Composed": "lockstep.run.api",
@@ -72,9 +72,10 @@ HOMES = {
     "StepBatch": "lockstep.step.batch",
     "UserError": "lockstep.errors",
     "WorkerFailed": "lockstep.launch.outcomes",
+    "available_cores": "lockstep.launch.machine",
     "compose": "lockstep.run.api",
     "copy_weights": "lockstep.checkpoint.weights",
-    "available_cores": "lockstep.launch.machine",
+    "exclude_from_timing": "lockstep.step.timing",
     "find_meter": "lockstep.callbacks.meter",
     "gather_objects": "lockstep.launch.process_group",
     "hash64": "lockstep.arithmetic.order",
@@ -86,7 +87,6 @@ HOMES = {
     "peak_lr": "lockstep.run.report_lines",
     "plural": "lockstep.text",
     "train": "lockstep.run.api",
-    "exclude_from_timing": "lockstep.step.timing",
     "weights_message": "lockstep.checkpoint.weights",
 }
 
@@ -102,5 +102,4 @@ if not TYPE_CHECKING:  # to a type checker, a name that is not imported above do
     def __getattr__(name: str) -> Any:
         if name not in HOMES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-        module, _, attribute = HOMES[name].partition(":")
-        return getattr(importlib.import_module(module), attribute or name)
+        return getattr(importlib.import_module(HOMES[name]), name)

@@ -128,7 +128,7 @@ class ExactSum:
         """The second half, once what `pack` returned is summed: the sums, and what `update_grids` takes.
 
         Raises:
-            Damaged: it is not what was sent; on the processes where it is not.
+            CorruptMessage: it is not what was sent; on the processes where it is not.
         """
         if self.names:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))

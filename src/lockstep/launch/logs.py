@@ -89,7 +89,7 @@ def log_failure() -> Iterator[None]:
     except (UserError, Interrupted):
         raise
     except BaseException as error:
-        if logging.root.handlers:  # see configure
+        if logging.root.handlers:  # see configure_logging
             logging.root.error("the run failed", exc_info=error)
         raise
 

@@ -123,7 +123,7 @@ class _Worker:
     name: str
     process: Any
     receiver: Connection
-    answer: Any = None  # an Answer, as soon as it has ended or is about to
+    answer: Any = None  # a WorkerResult, as soon as it has ended or is about to
 
     def listen(self) -> None:
         """Takes its answer; where it has died without one, makes that."""

@@ -23,7 +23,7 @@ from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
+FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run_command` sets
 
 
 class Composed(dict[str, Any]):

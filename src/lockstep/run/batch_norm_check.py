@@ -93,6 +93,6 @@ def _pieces(config: Config, samples: int) -> Iterator[str]:
         fits = smallest_piece(replace(config, layout=replace(layout, pieces=pieces)), samples) > 1
         if fits and layout.batch_size % pieces == 0:
             each, rest = divmod(pieces, layout.num_devices)
-            accumulated = "accumulate_grad_batches" in config.given and not rest
+            accumulated = "accumulate_grad_batches" in config.overridden and not rest
             yield f"accumulate_grad_batches={each}" if accumulated else f"pieces={pieces}"
             return

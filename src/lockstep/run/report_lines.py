@@ -131,7 +131,8 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
     """Return how many parameters of a module are trained, frozen and newly initialised.
 
     Args:
-        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
+        fresh: names of the tensors that a file has not filled, `LoadedWeights.fresh`; others than parameters are left
+            out.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
     new = set(fresh)

@@ -104,7 +104,8 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
     told = flips("got", "1", 2)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
-    said = "rank 1 failed: Damaged: step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    wrong = "the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    said = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
     assert run.summary["error"].startswith(said), run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 

@@ -172,7 +172,7 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
         for at, n in enumerate(cut):
             assert torch.equal(sums[0][at], sums[1 + n][at])
             assert sums[1 + (n + 1) % 3][at] is like[at]
-    assert [len(total.own) for total in (whole, *stages)] == [3, 1, 1, 1]
+    assert [len(total.local_groups) for total in (whole, *stages)] == [3, 1, 1, 1]
 
 
 def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
