@@ -66,7 +66,7 @@ class First(Callback):
         if not hasattr(self, "group"):
             (optimizer,) = trainer.optimizers
             self.group = dict(optimizer.param_groups[0])
-            self.gather_parts = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
+            self.gathered = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
 
 
 def by_step(optimizer: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_a_resumed_run_follows_its_own_settings(tmp_path: Path, scheduler: Any, 
         assert first.group["lr"] == pytest.approx(expected, rel=1e-12)
         assert first.group["momentum"] == momentum
         saved = [one["momentum_buffer"] for one in state["state"].values()]
-        assert all(torch.equal(a, b) for a, b in zip(first.gather_parts, saved, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first.gathered, saved, strict=True))
 
 
 # --- class weights ----------------------------------------------------------------------------------------------------
