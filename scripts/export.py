@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.checks import checker
+from lockstep.config.value_checks import checker
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import logs

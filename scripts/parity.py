@@ -45,14 +45,14 @@ from trials.trial import Outcome, Trial, counted, run, shorten
 
 from lockstep.arithmetic.layout import Layout, split
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Flag, checker, group_file, options, whole
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import Flag, checker, group_file, options, whole_number
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import external_workers
 from lockstep.launch.machine import cpu_cap, gpu_count
+from lockstep.launch.parent import WorkerFailed
 from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural
@@ -78,9 +78,10 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
     Raises:
         Different: something is not as promised.
     """
-    steps, test_samples = whole(2)("steps", raw.pop("steps")), whole(1)("test_samples", raw.pop("test_samples"))
+    steps = whole_number(2)("steps", raw.pop("steps"))
+    test_samples = whole_number(1)("test_samples", raw.pop("test_samples"))
     tail = raw.pop("tail")
-    tail = None if tail is None else whole(1)("tail", tail)
+    tail = None if tail is None else whole_number(1)("tail", tail)
     differing = checker(Flag)("differences", raw.pop("differences"))
     rows = chosen(raw.pop("features"), raw.pop("rows"))
     report: dict[str, Any] = {"config": raw, "steps": steps, "versions": versions()}
@@ -113,7 +114,7 @@ def chosen(names: Any, rows: dict[str, Any]) -> dict[str, Any]:
     wanted = list(rows) if names is True else [names] if isinstance(names, str) else names or []
     for name in wanted:
         if name not in rows:
-            raise UserError(f"features={name}: {unknown(str(name), rows)}")
+            raise UserError(f"features={name}: {unknown_name_message(str(name), rows)}")
     return {name: rows[name] for name in wanted}
 
 

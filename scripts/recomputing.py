@@ -16,15 +16,15 @@ from torch import Tensor
 from lockstep.arithmetic.order import DataOrder
 from lockstep.callbacks import Preemption
 from lockstep.config.check import Config, check
-from lockstep.config.checks import group_file
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, STATE, config_sha256, deciding, parsed, read
-from lockstep.launch.agent import launch
+from lockstep.extras.ledger.ledger_file import NAME, STATE, config_sha256, decisive_config, parse_line, read
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 from lockstep.step.lightning_quirks import validates
 
 GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
@@ -47,7 +47,7 @@ class Until(Preemption):
         if trainer.global_step in self._steps:
             self._agreed = [signal.SIGTERM if trainer.global_step == self._steps[-1] else signal.SIGUSR1]
             if not validates(trainer):
-                self._answer(trainer)
+                self._save_for_signal(trainer)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
         raise UserError(f"{path}: what it says of the run is no config")
     for group in GROUPS:
-        must_be_named(path, group, told.get(group), raw.get(group))
+        check_targets_named(path, group, told.get(group), raw.get(group))
     before = about.get("data_dir")
     there = isinstance(before, str) and Path(before).is_dir()
     kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
@@ -100,7 +100,7 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
             "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if told.get("exact") is not True and config_sha256(deciding(config)) != config_sha256(told):
+    if told.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(told):
         own = told["strategy"]
         layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
         raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
@@ -132,12 +132,12 @@ def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(parsed, read(folder / NAME))}
+    return {line["step"]: line for line in map(parse_line, read(folder / NAME))}
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> None:
     logging.disable(logging.WARNING)
-    train(config, splits, folder)
+    fit_and_test(config, splits, folder)
 
 
 def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

@@ -33,14 +33,14 @@ except ImportError:
     print("error: a search needs Optuna: pip install optuna (the project's extra `search`)", file=sys.stderr)
     sys.exit(2)
 
-from lockstep.config.arguments import quoted
-from lockstep.config.checks import ROOT
+from lockstep.config.arguments import quote_path
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
-from lockstep.launch.interpreter import import_quickly, leave
+from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
 from lockstep.launch.signals import Interrupted
 from lockstep.run import cli
-from lockstep.run.summary import conclude
+from lockstep.run.summary import write_conclusion
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
@@ -168,9 +168,14 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
     """
 
     def start(job: Job) -> None:
-        sys.argv[:] = [str(ROOT / "src" / "train.py"), *job.overrides, f"hydra.run.dir={quoted(job.folder)}", *flags]
+        sys.argv[:] = [
+            str(ROOT / "src" / "train.py"),
+            *job.overrides,
+            f"hydra.run.dir={quote_path(job.folder)}",
+            *flags,
+        ]
         with _into(log):
-            code, said = cli.run(train, "train")
+            code, said = cli.run_command(train, "train")
             if said:
                 print(said, file=sys.stderr)
         if code > 128:
@@ -178,7 +183,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
         if code:
             job.folder.mkdir(exist_ok=True)
             error = said.partition("\n")[0].removeprefix("error: ")
-            conclude(job.folder, "failed", error, {"refused": code == cli.REFUSED})
+            write_conclusion(job.folder, "failed", error, {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
     run_jobs([job], start, lambda _, summary: summaries.append(summary), [Slot()])
@@ -248,7 +253,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    import_quickly()
+    disable_garbage_collector()
     try:
         code = main(sys.argv[1:])
     except (UserError, HydraException) as error:
@@ -256,4 +261,4 @@ if __name__ == "__main__":
         code = 2
     except Interrupted as interrupted:
         code = interrupted.code
-    leave(code)
+    exit_process(code)

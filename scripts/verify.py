@@ -29,10 +29,18 @@ from recomputing import Life, first_difference, life, recompute
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.compatible import differences
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.checkpoint.paths import steps_kept
-from lockstep.config.checks import Whole, as_text, checker, show
+from lockstep.checkpoint.paths import step_checkpoints
+from lockstep.config.value_checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
-from lockstep.extras.ledger.lines import NAME, config_sha256, hashes, line_sha256, parsed, read, samples_sha256
+from lockstep.extras.ledger.ledger_file import (
+    NAME,
+    config_sha256,
+    hashes,
+    line_sha256,
+    parse_line,
+    read,
+    samples_sha256,
+)
 from lockstep.launch.environment import external_workers
 from lockstep.run import cli
 from lockstep.run.provenance import code_sha256, git_info, versions
@@ -118,7 +126,7 @@ def chained(path: Path) -> list[Line]:
         print(f"note: {path}: its last line is cut short, and left out")
     lines: list[Line] = []
     for number, text in enumerate(texts, 1):
-        line, before = parsed(text), lines[-1] if lines else None
+        line, before = parse_line(text), lines[-1] if lines else None
         if not line:
             raise Different(f"{path}: line {number} is none of a ledger: it was changed")
         if line.get("before") != (line_sha256(texts[number - 2]) if before else None):
@@ -199,7 +207,7 @@ def shown(value: Any) -> str:
 def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
     """Where training can go on from, by step: kept checkpoints of the ledger's steps, and the seed."""
     folder, steps = run / "checkpoints", {line["step"] for line in lines}
-    kept = steps_kept(folder) if folder.is_dir() else {}
+    kept = step_checkpoints(folder) if folder.is_dir() else {}
     found: dict[int, Path | None] = {step: path for step, path in kept.items() if step in steps}
     return found | ({0: None} if lines[0]["step"] == 0 else {})
 

@@ -26,7 +26,7 @@ from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.run import supervisor as runs
 from lockstep.run.api import compose
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 SHORT = (*TINY, "max_epochs=1", "logger=none")
 ENDLESS = (*TINY, "max_epochs=100000", "scheduler=constant", "logger=none", "callbacks.console=null")
@@ -99,7 +99,7 @@ def test_emulated_bf16_is_said(
         for decides in ("run.supervisor", "config.check"):
             monkeypatch.setattr(f"lockstep.{decides}.computes_bf16", lambda accelerator, has=has_bf16: has)
         for asked in ("auto", "32-true", "bf16-mixed"):
-            runs.run_in_workers(train, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
+            runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == (0 if has_bf16 else 1)
         assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)

@@ -11,14 +11,14 @@ from refusals import checked, refused, refused_with
 
 from lockstep.checkpoint.io import CheckpointError
 from lockstep.config import check as config
-from lockstep.config.arguments import keyed
+from lockstep.config.arguments import check_arguments
 from lockstep.config.check import check
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.data import Spec
 from lockstep.errors import UserError
 from lockstep.launch import machine
-from lockstep.run.cli import BAD_INPUT, line
-from lockstep.run.evaluation import config_of, find_checkpoint, must_match
+from lockstep.run.cli import BAD_INPUT, error_line
+from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
 
@@ -121,9 +121,11 @@ def test_refused_in_one_line(overrides: str, says: str) -> None:
     ],
 )
 def test_what_is_no_override_or_no_name_of_a_group_is_refused(argument: str, says: str) -> None:
-    keyed(chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"])
+    check_arguments(
+        chosen := ["model=mnist_cnn,resnet18", "logger='csv'", "experiment=[mnist_cnn]", "logger=[csv,none]"]
+    )
     with pytest.raises(UserError, match=says):
-        keyed([*chosen, argument])
+        check_arguments([*chosen, argument])
 
 
 def test_every_number_of_the_front_page_is_checked() -> None:
@@ -377,7 +379,7 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
     assert (digits["_target_"], "samples" in digits) == ("project.data.digits", False)
     with pytest.raises(BAD_INPUT) as caught:
         data_of("data=digits")
-    assert line(caught.value) == "data: there is no such key; +data=<name> adds it"
+    assert error_line(caught.value) == "data: there is no such key; +data=<name> adds it"
 
 
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
@@ -390,7 +392,7 @@ def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
 def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
     path, spec = Path("best.ckpt"), Spec(1, 12, ("cat", "dog"))
     record = {"spec": asdict(spec)}
-    must_match(path, record, replace(spec, mean=(0.5,)))
+    check_same_images(path, record, replace(spec, mean=(0.5,)))
     many = tuple(f"c{number}" for number in range(7))
     for changes, says in (
         ({"channels": 3}, "data: channels is 3, and best.ckpt was trained with 1"),
@@ -400,7 +402,7 @@ def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
         ({"classes": ("dog", "cat")}, "data: other classes than in training: their order is another"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
-            must_match(path, record, replace(spec, **changes))
+            check_same_images(path, record, replace(spec, **changes))
 
 
 def test_evaluation_without_a_checkpoint_says_so(run_evaluate: Program) -> None:

@@ -31,16 +31,16 @@ from network.link import Link
 from pages import add_pages
 
 from lockstep.config.check import Config, check
-from lockstep.config.checks import Positive, checker, group_file
+from lockstep.config.value_checks import Positive, checker, group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import external_workers
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
+from lockstep.launch.parent import WorkerFailed, launch
 from lockstep.run import cli
 from lockstep.run.summary import write_summary
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 ACCUMULATE = (1, 2, 4)  # what is offered to each device
 WARMUP, LEAST, MOST = 3, 5, 200  # steps of a run: left out; counted
@@ -142,7 +142,7 @@ def enough(seconds: float, step: float) -> int:
 def offers(config: Config) -> list[Choice]:
     """What is measured: 1, 2, 4, ... devices and all of them, in equal pieces; one device first."""
     batch = config.layout.batch_size
-    most = cores() if config.layout.accelerator == "cpu" else gpu_count()
+    most = available_cores() if config.layout.accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
     found = []
     for devices, pieces in itertools.product(counts, ACCUMULATE):
@@ -181,7 +181,7 @@ def measure(
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    return fit_and_test(config, splits, folder)
 
 
 def table(choices: list[Choice]) -> str:

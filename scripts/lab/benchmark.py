@@ -28,10 +28,10 @@ from bench.machine import cpu_name
 from bench.players import Row
 from common.showing import markdown
 
-from lockstep.config.checks import ROOT
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import git_info, versions, write_summary
 
 PARTS: dict[str, Callable[[Path, str], list[Row]]] = {  # of a folder to work in, and the folder with MNIST/
@@ -57,7 +57,7 @@ def main() -> int:
     try:
         for part in options.parts:
             if part not in PARTS:
-                raise UserError(f"{part}: {unknown(part, PARTS)}")
+                raise UserError(f"{part}: {unknown_name_message(part, PARTS)}")
         if "gpu" in options.parts and not gpu_count():
             raise UserError("gpu: this machine has no GPU that torch can use")
         chosen = options.parts or [part for part in PARTS if part != "gpu" or gpu_count()]
@@ -81,7 +81,7 @@ def main() -> int:
         options.json.mkdir(parents=True, exist_ok=True)
         found = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
         found |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        machine = {"processor": cpu_name(), "cores": cores(), "system": platform.platform()}
+        machine = {"processor": cpu_name(), "cores": available_cores(), "system": platform.platform()}
         found |= {"machine": machine, "versions": versions(), "git": git_info()}
         write_summary(options.json / f"{part}.json", found)
     return int(failed)

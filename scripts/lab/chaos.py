@@ -36,7 +36,7 @@ from campaigns.program import one_each, run_campaigns
 from campaigns.runs import Runs
 from network.machines import Machines, NoMachines
 
-from lockstep.config.checks import options
+from lockstep.config.value_checks import options
 
 JOB = [
     *("data=digits", "model.dropout=0.25", "max_epochs=2", "batch_size=64", "checkpoint_every=5", "log_every=5"),

@@ -35,7 +35,7 @@ from torch.utils.data import default_collate
 
 from lockstep.arithmetic.order import DataOrder
 from lockstep.config.check import Config, check
-from lockstep.config.checks import group_file, whole
+from lockstep.config.value_checks import group_file, whole_number
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.launch.environment import external_workers
@@ -62,7 +62,7 @@ class Row:
 
 def communicate(raw: dict[str, Any], folder: Path) -> None:
     """Measures, and writes the table and the plot."""
-    rate, rounds = raw.pop("rate"), whole(2)("rounds", raw.pop("rounds"))
+    rate, rounds = raw.pop("rate"), whole_number(2)("rounds", raw.pop("rounds"))
     if rate is not None:
         bits_per_second("rate", rate)
     if external_workers() or raw["num_nodes"] != 1:

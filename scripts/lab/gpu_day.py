@@ -30,8 +30,8 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
 
-from lockstep.config.checks import ROOT
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
+from lockstep.config.value_checks import ROOT
 from lockstep.launch.machine import gpu_count
 from lockstep.run.summary import git_info, write_summary
 
@@ -175,7 +175,7 @@ def main() -> int:
     listed = list(trials(options.accelerator, devices))
     known = dict.fromkeys(trial.part for trial in listed)
     if wrong := [part for part in options.parts if part not in known]:
-        print(f"error: {wrong[0]}: {unknown(wrong[0], known)}", file=sys.stderr)
+        print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known)}", file=sys.stderr)
         return 2
     parts, kept = options.parts or list(known), options.to / "gpu_day.json"
     rows: list[Row] = json.loads(kept.read_text())["rows"] if kept.exists() else []

@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "src"))
 from network.link import bits_per_second
 from network.machines import Machines, NoMachines
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.run.summary import summary_of
 

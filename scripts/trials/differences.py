@@ -12,7 +12,7 @@ from typing import Any
 from trials.trial import Outcome, Trial, counted, difference, run
 
 from lockstep.config.check import Config
-from lockstep.config.checks import group_file
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]

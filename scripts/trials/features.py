@@ -14,7 +14,7 @@ from trials.record import YARDSTICKS, roundoff
 from trials.trial import FULL, Outcome, Trial, counted, run
 
 from lockstep.config.check import check
-from lockstep.config.checks import group_file
+from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 
 Changes = dict[str, Any]

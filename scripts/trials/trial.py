@@ -24,12 +24,12 @@ from trials.record import FILE, KILLED
 from lockstep.config.check import Config, check
 from lockstep.data import Splits
 from lockstep.errors import UserError
-from lockstep.launch.agent import launch
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import export
-from lockstep.launch.network import LOOPBACK, bound
+from lockstep.launch.network import LOOPBACK, bind_socket
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
-from lockstep.run.training import train
+from lockstep.run.training import fit_and_test
 
 FULL = 2  # steps before the tail: soon enough to see a wrong one before rounding has grown
 USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that measure, show and keep
@@ -136,7 +136,7 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
 
 def _work(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     logging.disable(logging.WARNING)  # the table says it all
-    return train(config, splits, folder)
+    return fit_and_test(config, splits, folder)
 
 
 def _launch(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _launch_as_an_engine(config: Config, splits: Splits, folder: Path) -> dict[s
     """As `_launch`, in forks of this process which find in the environment that they are ranks."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    with bound(LOOPBACK) as free:
+    with bind_socket(LOOPBACK) as free:
         port = free.getsockname()[1]
     ranks = [
         context.Process(target=_be_rank, args=(rank, port, sender, config, splits, folder))

@@ -23,7 +23,7 @@ def short_path(path: str | Path) -> str:
     return os.path.abspath(path) if relative.startswith("..") else relative
 
 
-def typed(key: str, path: str | Path) -> str:
+def shell_override(key: str, path: str | Path) -> str:
     """Return an override of the command line that names a path, as it can be pasted into a shell here."""
     return shlex.quote(f"{key}={short_path(path)}")
 

@@ -21,19 +21,21 @@ class ClassWeights(Callback):
     """
 
     def __init__(self, weights: str | Sequence[float] | None, num_classes: int) -> None:
-        given = isinstance(weights, Sequence) and all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
-        if weights not in (None, "balanced") and not (given and len(weights) == num_classes):
+        is_list = isinstance(weights, Sequence) and all(
+            isinstance(w, int | float) and 0 < w < math.inf for w in weights
+        )
+        if weights not in (None, "balanced") and not (is_list and len(weights) == num_classes):
             ask = f"must be balanced, or {num_classes} numbers above 0, one for a class"
             raise ValueError(f"class_weights={weights}: {ask}")
-        self.given, self.num_classes = weights, num_classes
+        self.choice, self.num_classes = weights, num_classes
         self.weights: Tensor | None = None  # of each class, when the data is known
         self.of_step: Tensor | None = None  # by class; their mean over the samples of the step under way is 1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if stage != "fit" or self.given is None:
+        if stage != "fit" or self.choice is None:
             return
-        weights = self.given
+        weights = self.choice
         if weights == "balanced":
             if data.splits.balanced:
                 one = "each makes up for rare classes by itself, so leave one out"

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep import UserError, matching
+from lockstep import UserError, match_patterns
 
 RATES = ("max_lr", "base_lr", "min_lr")  # of torch's schedulers, which take a list of them too
 
@@ -32,7 +32,7 @@ class LrScale:
         """
         names = {id(parameter): name for name, parameter in named}
         try:
-            patterns = matching(self.factors, list(names.values()))
+            patterns = match_patterns(self.factors, list(names.values()))
         except ValueError as error:
             raise UserError(f"optimizer.lr_scale: {error}") from error
         parts = []

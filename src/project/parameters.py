@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep import UserError, join_names, matching
+from lockstep import UserError, join_names, match_patterns
 
 LOG = logging.getLogger("lockstep")
 
@@ -42,7 +42,7 @@ class Freeze(Callback):
             raise ValueError(f"freeze={patterns}: must be a list, freeze=[{patterns}]")
         named = dict(module.named_parameters())
         try:
-            frozen = matching(patterns, list(named))
+            frozen = match_patterns(patterns, list(named))
         except ValueError as error:
             raise ValueError(f"freeze={list(patterns)}: {error}") from None
         if named and len(frozen) == len(named):
@@ -82,7 +82,7 @@ class Unfreeze(BaseFinetuning):
         if not frozen:
             raise UserError("callbacks.unfreeze: nothing is frozen, model.freeze=[...] freezes by parameter names")
         try:
-            self.patterns = matching(self.epochs, frozen)
+            self.patterns = match_patterns(self.epochs, frozen)
         except ValueError as error:
             raise UserError(f"callbacks.unfreeze.epoch: of what is frozen {error}") from None
         trainer: Any = pl_module.trainer

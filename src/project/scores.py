@@ -19,12 +19,12 @@ class Scores(nn.ModuleDict):
     def of(self, stage: str, logits: Tensor, y: Tensor, losses: Tensor) -> dict[str, Metric]:
         """Counts these samples; returns what is to be logged, by its name: `val/acc`."""
         right = logits.argmax(1) == y
-        found = {"loss": losses, "acc": right, "correct": right, "count": torch.ones_like(y)}
+        values = {"loss": losses, "acc": right, "correct": right, "count": torch.ones_like(y)}
         if "acc_top5" in self:
-            found["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
+            values["acc_top5"] = (logits.topk(5).indices == y[:, None]).any(1)
         scores = {name: score for name, score in self.items() if isinstance(score, Metric)}
         for name, score in scores.items():
-            score.update(found[name])
+            score.update(values[name])
         return {f"{stage}/{name}": score for name, score in scores.items()}
 
 

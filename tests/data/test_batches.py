@@ -18,7 +18,7 @@ from torchvision.datasets import FakeData
 from lockstep.arithmetic.layout import Layout
 from lockstep.data import DataModule
 from lockstep.data.datasets import fetch, labels_of
-from lockstep.data.loaders import own_chunks
+from lockstep.data.loaders import chunks_of_rank
 from lockstep.errors import UserError
 from lockstep.step.batch import StepBatch
 
@@ -143,8 +143,8 @@ def test_a_plain_dataset_passes_unchanged() -> None:
 def test_evaluation_covers_every_sample_once(samples: int, devices: int, pieces: int, size: int) -> None:
     pieces = max(pieces, devices)
     on, alone = layout(devices, pieces * size, pieces), layout(1, pieces * size, pieces)
-    found = [chunk for rank in range(on.world_size) for chunk in own_chunks(samples, on, rank)]
-    assert found == own_chunks(samples, alone, 0)
+    found = [chunk for rank in range(on.world_size) for chunk in chunks_of_rank(samples, on, rank)]
+    assert found == chunks_of_rank(samples, alone, 0)
     assert [i for chunk in found for i in range(*chunk)] == list(range(samples))
 
 

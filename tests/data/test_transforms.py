@@ -147,7 +147,7 @@ class Noisy:
 
 def noisy(several: bool = False, held_out: int | None = None) -> Source:
     clean = None if held_out is None else Noisy(0) if held_out else TensorDataset(torch.zeros(3, 1))
-    return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), held_out=clean)
+    return Source(Noisy(1, several), None, Spec(1, 8, ("a", "b")), val_candidates=clean)
 
 
 def opened(**changes: Any) -> Any:
@@ -167,7 +167,7 @@ def test_an_own_source_says_how_held_out_samples_look() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"held_out": 0}, "the Source's held_out has 3 samples, its train 20"),
+        ({"held_out": 0}, "the Source's val_candidates has 3 samples, its train 20"),
         ({"sampling": "balanced"}, "a Noisy can't say its labels"),
         ({"mix": "cutmix", "several": True}, "data.mix=cutmix: mixes images [n, C, H, W] with one label each"),
     ],

@@ -14,7 +14,7 @@ from small_models import mnist_cnn, task
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.state import ResumeState
+from lockstep.checkpoint.resume_state import ResumeState
 from lockstep.errors import UserError
 from project.models import MnistCNN
 from project.schedules import cosine

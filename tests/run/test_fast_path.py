@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, Program
 from own_runs import train
 
-from lockstep.launch.machine import limits
+from lockstep.launch.machine import cgroup_cpu_limits
 
 POLICY = "OMP_WAIT_POLICY"
 TASK = ["data=synthetic", "data.val_fraction=0", "threads=1", "callbacks=none", "logger=none"]
@@ -66,7 +66,7 @@ def test_a_limit_on_cpu_time_is_a_number_of_cores(
     for name, content in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "fs" / name).write_text(f"{content}\n")
-    assert limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
+    assert cgroup_cpu_limits(str(tmp_path / "cgroup"), str(tmp_path / "fs")) == found
 
 
 @pytest.mark.proof

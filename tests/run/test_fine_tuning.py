@@ -16,12 +16,12 @@ from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
 from lockstep.config.check import check
-from lockstep.config.checks import matching
+from lockstep.config.value_checks import match_patterns
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
 from lockstep.run.api import compose
 from lockstep.run.build import make_module
-from lockstep.run.lines import parameter_counts
+from lockstep.run.report_lines import parameter_counts
 
 BASE = (*NORMS, "data.samples=150", "batch_size=30", "max_epochs=2")
 FREEZE = "model.freeze=[net.conv1.*,net.norm1.*,net.conv2.*,net.norm2.*]"
@@ -220,7 +220,7 @@ def test_weights_are_read_from_whatever_holds_them(tmp_path: Path) -> None:
     for name, save in kinds.items():
         model = fast_cnn(num_classes=4)
         save(tmp_path / name)
-        begun = weights.begin("init_from", model, str(tmp_path / name))
+        begun = weights.load_weights("init_from", model, str(tmp_path / name))
         assert begun.message == "init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias"
         assert all((value == 2).all() for key, value in model.state_dict().items() if "logits" not in key)
         assert not (model.net.logits.weight == 2).any()
@@ -231,7 +231,7 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     model = fast_cnn(num_classes=4)
     sizes = {name: each.numel() for name, each in model.named_parameters()}
     model.net.conv1.requires_grad_(False)
-    begun = weights.begin("init_from", model, str(tmp_path / "bare.pth"))
+    begun = weights.load_weights("init_from", model, str(tmp_path / "bare.pth"))
     frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
     counted = parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
@@ -261,15 +261,15 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
         ("", "best.ckpt: no such file"),
     ]:
         with pytest.raises(UserError, match=says) as caught:
-            weights.begin("init_from", fast_cnn(), str(tmp_path / name))
+            weights.load_weights("init_from", fast_cnn(), str(tmp_path / name))
         assert str(caught.value).startswith(f"init_from={tmp_path}")
         assert "\n" not in str(caught.value)
 
 
 def test_the_last_pattern_that_matches_decides() -> None:
     names = ["net.conv1.weight", "net.conv10.weight", "net.fc.bias"]
-    assert matching(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
-    assert matching(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
+    assert match_patterns(["net.*", "*.bias"], names) == dict.fromkeys(names[:2], "net.*") | {"net.fc.bias": "*.bias"}
+    assert match_patterns(["net.conv?.*"], names) == {"net.conv1.weight": "net.conv?.*"}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from own_runs import go_on, same_bits
 from lockstep.data.build import open_data
 from lockstep.data.datasets import fetch
 from lockstep.errors import UserError
-from lockstep.run.lines import learning_rates
+from lockstep.run.report_lines import learning_rates
 
 MODEL = """
 name: templated

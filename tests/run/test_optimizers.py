@@ -96,7 +96,7 @@ def test_two_learning_rates_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too, and decides: give lr=\.\.\. alone$"
     ):
-        check(both, given=["optimizer.lr", "lr"])
+        check(both, overridden=["optimizer.lr", "lr"])
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Process, Program, Run, ended, summary_of, wait_for, workers_of
 
-from lockstep.checkpoint.resume import sweep_overrides as arguments
+from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.errors import UserError
-from lockstep.launch.machine import cores
+from lockstep.launch.machine import available_cores
 from lockstep.run.sweeps import Slot, slots
 
 SWEEP = (*TINY, "max_epochs=24", "checkpoint_every=7", "logger=csv", "model.dropout=0.3")
@@ -56,7 +56,7 @@ def test_jobs_of_one_sweep_have_the_same_number_of_threads(tmp_path: Path) -> No
     threads = {re.search(r"\| (?:channels_last, )?(\d+) threads?", (job / "train.log").read_text()) for job in run.jobs}
     assert len({match and match[1] for match in threads}) == 1
     given = [(job / ".hydra" / "overrides.yaml").read_text() for job in run.jobs]
-    assert all(f"threads={max(1, cores() // 2)}" in each for each in given) or cores() == 1
+    assert all(f"threads={max(1, available_cores() // 2)}" in each for each in given) or available_cores() == 1
 
 
 def test_what_is_missing_is_run(killed: Run) -> None:

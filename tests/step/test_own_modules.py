@@ -208,4 +208,4 @@ def test_what_is_missing_or_mistaken_in_a_users_file_is_named(
     monkeypatch.delitem(sys.modules, "own", raising=False)
     with pytest.raises(error) as caught:
         instantiate("model", {"_target_": target})
-    assert re.search(says, str(caught.value) if error is UserError else cli.line(caught.value))
+    assert re.search(says, str(caught.value) if error is UserError else cli.error_line(caught.value))

@@ -13,7 +13,7 @@ from bench.players import Row, program, row
 from bench.programs import watch
 from common.showing import our_pyplot, style
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.run.summary import summary_of
 
 PICTURE = ROOT / "docs" / "growth.png"

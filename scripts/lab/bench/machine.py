@@ -5,7 +5,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from lockstep.launch.machine import cores, gpu_count
+from lockstep.launch.machine import available_cores, gpu_count
 from lockstep.run.summary import versions
 
 
@@ -19,7 +19,7 @@ def cpu_name() -> str:
 def facts() -> list[str]:
     """Lines for people: software, cores, GPUs and how they are linked."""
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
-    found = [software, f"{cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
+    found = [software, f"{available_cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
     if not gpu_count():
         return found
     query = "--query-gpu=name,memory.total,driver_version"

@@ -14,7 +14,7 @@ from statistics import mean, median
 
 from bench.players import Row, program, row
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.run.summary import summary_of
 
 BARE = "importing torch, torchvision, lightning"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.players import OPPONENTS, TRAIN, Command, Row, play, row, weights_of
 
-from lockstep.config.checks import options
+from lockstep.config.value_checks import options
 from lockstep.launch.machine import computes_bf16
 
 LR = 0.01

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.extras.audit.choice import chosen
+from lockstep.extras.audit.choice import choose_piece
 from lockstep.extras.audit.hook import AuditHook
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
@@ -89,7 +89,7 @@ class Flips(Callback):
         order = trainer.datamodule.order
         share = next(hook.share for hook in trainer.strategy.hooks if isinstance(hook, AuditHook))
         sizes = [len(ids) for ids in order.pieces(*order.position(batch.step))]
-        choice = chosen(share, order.seed, batch.step, sizes, order.layout)
+        choice = choose_piece(share, order.seed, batch.step, sizes, order.layout)
         if choice is None:
             return -1
         passes = [choice.piece == micro_batch.piece for micro_batch in batch.micro_batches]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 
 MOST = 1 << 20  # bytes that are read of what a life says
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")

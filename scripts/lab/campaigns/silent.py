@@ -13,8 +13,8 @@ from campaigns.flips import NAME, PLACES
 from campaigns.lives import Life
 from common.showing import markdown
 
-from lockstep.extras.ledger.lines import NAME as LEDGER
-from lockstep.extras.ledger.lines import config_sha256, line_sha256, parsed, read, text_of
+from lockstep.extras.ledger.ledger_file import NAME as LEDGER
+from lockstep.extras.ledger.ledger_file import config_sha256, line_sha256, parse_line, read, text_of
 
 RANKS = 3  # of which two can say that the other one is wrong
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
@@ -28,7 +28,8 @@ CLEAN = {  # layouts on which nothing strikes
 }
 SEEN = {  # by what, and what that says, with whom it names
     "audit": r"rank (\d+) \([^)]*\) computed a wrong gradient",
-    "sums": r"rank (\d+) failed: Damaged|are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
+    "sums": r"rank (\d+) failed: CorruptMessage|"
+    r"are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
     "verify.py": r"is not what its ledger says",
@@ -134,7 +135,7 @@ class Silent(Campaign):
 
 def forget(folder: Path) -> None:
     """Takes the fault out of what a run's ledger says of it: a device would not have told."""
-    lines = [parsed(text) for text in read(folder / LEDGER)]
+    lines = [parse_line(text) for text in read(folder / LEDGER)]
     config = lines[0]["about"]["config"]
     del config["callbacks"]["flips"]
     before = None
@@ -146,5 +147,5 @@ def forget(folder: Path) -> None:
 
 def recorded(folder: Path) -> list[Any]:
     """What a run's ledger says of its steps."""
-    lines = map(parsed, read(folder / LEDGER))
+    lines = map(parse_line, read(folder / LEDGER))
     return [(line["step"], line["weights_sha256"], line.get("optimizer_sha256")) for line in lines]

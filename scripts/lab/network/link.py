@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.errors import UserError
 
 PER_SECOND = {"k": 1e3, "m": 1e6, "g": 1e9}  # bits

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from network.collectives import SUMS, Sum, Wire
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, alone
+from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, reduce_alone
 
 # small ones tell the latency, large ones the rate
 PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]
@@ -59,7 +59,7 @@ def checked(folder: Path) -> dict[str, Any]:
     changed = own.clone()
     if dist.get_rank() == size - 1:
         changed[own.abs().argmax()] = 0.0
-    reference = digest(exact([gradient(folder, rank) for rank in range(size)], alone))  # all in this process
+    reference = digest(exact([gradient(folder, rank) for rank in range(size)], reduce_alone))  # all in this process
     ways = list(SUMS.values())
     return {
         "exact": different([reference, *(digest(exact([own], over(way))) for way in ways)]),

@@ -29,11 +29,11 @@ CHUNK = 65_536  # elements: a float64 chunk stays in the second-level cache
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
 
 
-def alone(tensor: Tensor, op: str) -> None:
+def reduce_alone(tensor: Tensor, op: str) -> None:
     """The all-reduce of a single process."""
 
 
-class Damaged(Exception):
+class CorruptMessage(Exception):
     """A message between processes has come otherwise than it was sent. One line: the step, and of which tensors."""
 
 
@@ -43,32 +43,33 @@ class ExactSum:
     Args:
         like: tensors that the addends have the shape, strides and device of.
         floor: exponent below which a grid does not shrink; None: it follows the sums all the way down.
-        runs: a number for each tensor; those with different ones share no grid.
-        held: whether each tensor is summed here, alike for all of one run; `total` returns others as `like` has them.
+        segment_ids: a number for each tensor; those with different ones share no grid.
+        summed_here: whether each tensor is summed here, alike for all of one segment; `total` returns others as `like`
+            has them.
         names: of the tensors; given, messages are checked: each carries the sums mod 2**64 of its parts, which are
             linear, so that those of what arrives must be the sums that arrive.
 
     Attributes:
-        own: the groups of tensors that are summed here.
-        given: for each tensor, whether any addend had it; after `total`, on any process.
+        local_groups: the groups of tensors that are summed here.
+        present: for each tensor, whether any addend had it; after `total`, on any process.
     """
 
     def __init__(
         self,
         like: Sequence[Tensor],
         floor: int | None = None,
-        runs: Sequence[int] = (),
-        held: Sequence[bool] = (),
+        segment_ids: Sequence[int] = (),
+        summed_here: Sequence[bool] = (),
         names: Sequence[str] = (),
     ) -> None:
         self.like = list(like)
         self.floor = floor
         self.device = self.like[0].device if self.like else torch.device("cpu")
         self.dense = [dense(tensor) for tensor in self.like]
-        self.groups = _group(self.like, runs or [0] * len(self.like))
-        self.own = [at for at, group in enumerate(self.groups) if not held or held[group[0]]]
+        self.groups = _group(self.like, segment_ids or [0] * len(self.like))
+        self.local_groups = [at for at, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
         elements = [sum(self.like[index].numel() for index in group) for group in self.groups]
-        self.sizes = [size if at in self.own else 0 for at, size in enumerate(elements)]
+        self.sizes = [size if at in self.local_groups else 0 for at, size in enumerate(elements)]
         self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
         # one all-reduce for all: the elements in units of their grid with the constant's bits, how often each group's
         # constant is in them, how many addends outgrew their grids, and which tensors were given at all
@@ -83,18 +84,18 @@ class ExactSum:
     def begin(self, step: int = 0) -> None:
         """Starts a new sum, of a step that is named where a message is damaged."""
         self.step = step
-        self.given = [False] * len(self.like)
+        self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
         self.rounded = [0] * len(self.groups)  # how often a group's constant was added with its elements
         self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
 
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Adds one list of tensors; None counts as zeros."""
-        self.given = [given or value is not None for given, value in zip(self.given, values, strict=True)]
-        flats = [self._flat(self.groups[at], values) for at in self.own]
+        self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
+        flats = [self._flat(self.groups[at], values) for at in self.local_groups]
         # on CPU, `_round` looks at each chunk when it is in the cache
         bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
-        for at, flat, bound in zip(self.own, flats, bounds, strict=True):
+        for at, flat, bound in zip(self.local_groups, flats, bounds, strict=True):
             grid = self.grids[at]
             room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # what an element must stay below
             if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
@@ -102,41 +103,41 @@ class ExactSum:
             else:  # nan too. Until all are there it waits in the host's memory, which is larger
                 self.outgrown.append((at, flat.to("cpu", copy=True)))
 
-    def total(self, all_reduce: AllReduce = alone, divisor: float = 1.0) -> list[Tensor]:
+    def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
         """The sum over all processes, divided by `divisor`, in the dtype and layout of `like`. All must call it.
 
         A tensor to which something that is not finite was added, or in float64 something of 2**1000 or more, comes back
         as nan, on every process.
         """
-        all_reduce(self.send(), "sum")
-        sums, bounds = self.receive(all_reduce, divisor)
-        self.follow(bounds)
+        all_reduce(self.pack(), "sum")
+        sums, bounds = self.unpack(all_reduce, divisor)
+        self.update_grids(bounds)
         return sums
 
-    def send(self) -> Tensor:
+    def pack(self) -> Tensor:
         """The first half of `total`, after which nothing is added: what all processes are to sum, in place."""
         for part, rounded in zip(self.parts, self.rounded, strict=True):
             if not rounded:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.given]))
+        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.present]))
         if self.names:
             self.checks.copy_(_sums([*self.parts, self.counts]))
         return self.units
 
-    def receive(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
-        """The second half, once what `send` returned is summed: the sums, and what `follow` takes.
+    def unpack(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
+        """The second half, once what `pack` returned is summed: the sums, and what `update_grids` takes.
 
         Raises:
-            Damaged: it is not what was sent; on the processes where it is not.
+            CorruptMessage: it is not what was sent; on the processes where it is not.
         """
         if self.names:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
         counts = self.counts.tolist()
         groups = len(self.groups)
         self.rounded, outgrown = counts[:groups], counts[groups]
-        self.given = [count > 0 for count in counts[groups + 1 :]]
+        self.present = [count > 0 for count in counts[groups + 1 :]]
         extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
-        flats = [self._result(at, extra.get(at), divisor) for at in self.own]
+        flats = [self._result(at, extra.get(at), divisor) for at in self.local_groups]
         bounds = [bound * divisor for bound in _bounds(flats)]
         sums = self._shaped(flats)
         for index in broken:
@@ -144,9 +145,9 @@ class ExactSum:
                 sums[index].fill_(math.nan)
         return [sums.get(index, like) for index, like in enumerate(self.like)], bounds
 
-    def follow(self, bounds: Sequence[float]) -> None:
+    def update_grids(self, bounds: Sequence[float]) -> None:
         """The grids of the sums that begin from now on follow those of which these are the largest elements."""
-        for at, bound in zip(self.own, bounds, strict=True):
+        for at, bound in zip(self.local_groups, bounds, strict=True):
             self.exponents[at] = self._next(self.exponents[at], bound)
 
     def _check(self, parts: Sequence[Tensor], sums: Tensor, groups: Sequence[int]) -> None:
@@ -154,7 +155,9 @@ class ExactSum:
         if wrong := (_sums(parts) != sums).nonzero().flatten().tolist():
             tensors = [index for at in wrong if at < len(groups) for index in self.groups[groups[at]]]
             of = f" of {self.names[tensors[0]]} to {self.names[tensors[-1]]}" if self.names and tensors else ""
-            raise Damaged(f"step {self.step + 1}: the sums{of} are not those of what the ranks sent; none was applied")
+            raise CorruptMessage(
+                f"step {self.step + 1}: the sums{of} are not those of what the ranks sent; none was applied"
+            )
 
     # --- one group of tensors ---
 
@@ -179,14 +182,14 @@ class ExactSum:
 
     def _shaped(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
         """Views of the groups' elements with the shapes and strides of `like`, by their number there."""
-        found: dict[int, Tensor] = {}
-        for at, flat in zip(self.own, flats, strict=True):
+        views: dict[int, Tensor] = {}
+        for at, flat in zip(self.local_groups, flats, strict=True):
             sizes = [self.like[index].numel() for index in self.groups[at]]
             for index, part in zip(self.groups[at], flat.split(sizes), strict=True):
                 shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
-                found[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
-        return found
+                views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
+        return views
 
     def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:
         """Adds the elements, rounded, and the constant's bits with each of them; the first ones overwrite what is
@@ -249,9 +252,9 @@ class ExactSum:
             largest = max(bound for bound in [0.0, *bounds] if bound < 2.0**HIGHEST)
             if largest:
                 exponents[at] = max(int(exponents[at]), math.frexp(largest)[1])
-        told = torch.cat([exponents, broken]).to(self.device)
-        all_reduce(told, "max")
-        exponents, broken = told.cpu().split([len(self.groups), len(self.like)])
+        maxima = torch.cat([exponents, broken]).to(self.device)
+        all_reduce(maxima, "max")
+        exponents, broken = maxima.cpu().split([len(self.groups), len(self.like)])
         agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
         units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
         for at, value in self.outgrown:
@@ -260,12 +263,12 @@ class ExactSum:
                 units[at] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
             # and whether all have come to the same exponents
-            parts = [*units.values(), torch.stack([told.sum(), torch.ones_like(told[0])])]
+            parts = [*units.values(), torch.stack([maxima.sum(), torch.ones_like(maxima[0])])]
             flat = torch.cat([*parts, _sums(parts)])
             all_reduce(flat, "sum")
             *parts, both, checks = flat.split([*map(len, parts), len(parts)])
-            alike = torch.equal(both[0], both[1] * told.sum())
-            self._check([*parts, both], checks if alike else ~checks, list(units))
+            consistent = torch.equal(both[0], both[1] * maxima.sum())
+            self._check([*parts, both], checks if consistent else ~checks, list(units))
             units = dict(zip(units, parts, strict=True))
         extra = {at: part.double().mul_(2.0 ** agreed[at]) for at, part in units.items()}
         return extra, {index for index, bad in enumerate(broken.tolist()) if bad}
@@ -296,13 +299,13 @@ def _bits(constant: float) -> int:
     return int(np.float64(constant).view(np.int64))
 
 
-def _group(like: Sequence[Tensor], runs: Sequence[int]) -> list[list[int]]:
-    """Neighbouring small tensors of one dtype and run together, large ones by themselves."""
+def _group(like: Sequence[Tensor], segment_ids: Sequence[int]) -> list[list[int]]:
+    """Neighbouring small tensors of one dtype and segment together, large ones by themselves."""
     groups: list[list[int]] = []
     room = 0
     for index, tensor in enumerate(like):
         size = tensor.numel()
-        if size <= room and (tensor.dtype, runs[index]) == (like[index - 1].dtype, runs[index - 1]):
+        if size <= room and (tensor.dtype, segment_ids[index]) == (like[index - 1].dtype, segment_ids[index - 1]):
             groups[-1].append(index)
             room -= size
         else:

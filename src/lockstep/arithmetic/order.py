@@ -91,9 +91,9 @@ class DataOrder:
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
         """The numbers of each piece of a step; empty where a short last step has fewer samples than pieces."""
         start = index * self.layout.batch_size
-        found = self.numbers(epoch)[start : start + self.layout.batch_size]
-        at = cuts(len(found), self.layout.pieces)
-        return [found[start:stop] for start, stop in pairwise(at)]
+        step_samples = self.numbers(epoch)[start : start + self.layout.batch_size]
+        at = cuts(len(step_samples), self.layout.pieces)
+        return [step_samples[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)

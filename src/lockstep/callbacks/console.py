@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lockstep.callbacks.meter import Meter, find
+from lockstep.callbacks.meter import Meter, find_meter
 from lockstep.checkpoint.callback import Checkpoint
 from lockstep.checkpoint.io import weights_in_use
 from lockstep.step.lightning_quirks import is_last_step
@@ -59,7 +59,7 @@ class Console(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        self._meter = find(trainer)
+        self._meter = find_meter(trainer)
         self._next = time.monotonic() + self._pause
         if self._wants_bar:
             self._drawing.enter_context(logging_redirect_tqdm([LOG]))
@@ -68,7 +68,7 @@ class Console(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch % self._every_epochs == 0:
-            self._say_epoch(trainer)
+            self._log_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (now := time.monotonic()) < self._next:
@@ -97,25 +97,25 @@ class Console(Callback):
             self._ended = _step(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._say_epoch(trainer)
+        self._log_epoch(trainer)
         self._stop_bar()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_bar()
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
-        if found and trainer.is_global_zero:
+        test_metrics = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("test/")}
+        if test_metrics and trainer.is_global_zero:
             path, step = weights_in_use(trainer)
             name = Path(path).name if path else "last weights"
             saved = next((each for each in trainer.checkpoint_callbacks if isinstance(each, Checkpoint)), None)
             by = f" by {saved.monitor}" if saved and path and Path(path) == saved.best_path else ""
             title = f"test ({name}{by}, step {step})"
-            LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in found.items())))
+            LOG.info(_line(title, *(f"{name[5:]} {_short(float(value))}" for name, value in test_metrics.items())))
 
     # --- lines ---
 
-    def _say_epoch(self, trainer: Trainer) -> None:
+    def _log_epoch(self, trainer: Trainer) -> None:
         if self._ended:
             lr = f"lr {trainer.optimizers[0].param_groups[0]['lr']:.3g}"
             LOG.info(_line(self._ended, _metrics(trainer.callback_metrics), self._speed(), lr))

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.memory import peak_memory
 
 GIB = float(1 << 30)
@@ -39,7 +39,7 @@ class Speed:
         """The clock, in seconds."""
         return time.perf_counter() - self._away
 
-    def forget_since(self, clock: float) -> None:
+    def exclude_since(self, clock: float) -> None:
         """What has passed since the clock said so was no training: it goes back."""
         self._away += self.now() - clock
 
@@ -126,7 +126,7 @@ class Meter(Callback):
         if self._epoch_number != trainer.current_epoch:  # not one that was resumed
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
-    def add_untimed(self, seconds: float) -> None:
+    def exclude_seconds(self, seconds: float) -> None:
         """Leave `seconds` between two steps out of the time spent waiting for data."""
         self.edge += seconds
 
@@ -153,7 +153,7 @@ class Meter(Callback):
         self.edge = self._speed.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._speed.forget_since(self.edge)
+        self._speed.exclude_since(self.edge)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._collect(trainer, pl_module)
@@ -182,11 +182,11 @@ class Meter(Callback):
         self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        told = rows[:1] if trainer.strategy.staged else rows  # all stages return the same
-        total = told[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
-        for kept in (self._since, self._epoch):
+        counted_rows = rows[:1] if trainer.strategy.staged else rows  # all stages return the same
+        total = counted_rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
+        for running_sums in (self._since, self._epoch):
             for name, new in zip(self._names, total, strict=True):
-                kept[name] = kept[name] + new if name in kept else new
+                running_sums[name] = running_sums[name] + new if name in running_sums else new
         return rows[:, sums.numel() :]
 
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:
@@ -194,8 +194,8 @@ class Meter(Callback):
         steps = self._speed.steps + 1  # the speed counts this one when all is measured
         took = steps - before
         if not self._names:  # the first step, of which some ranks may have no sample
-            told = of_ranks([name for numbers, _ in self._returned for name in numbers])
-            self._names = next(filter(None, told), [])
+            names_by_rank = gather_objects([name for numbers, _ in self._returned for name in numbers])
+            self._names = next(filter(None, names_by_rank), [])
         waits, memory = self._collect(trainer, module, [self._waited / took, peak_gib(module.device)]).T.tolist()
         self._before = (self._speed.now(), self.samples_seen, steps)  # after the device has caught up
         elapsed = max(self._before[0] - clock, 1e-9)
@@ -216,10 +216,10 @@ def _weighted_sums(returned: list[tuple[dict[str, Tensor], int]], names: list[st
     Nobody waits for the device: added up at each step, they would cost a small network half a per cent of it."""
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for row, name in zip(sums, names, strict=True):
-        found = [(numbers[name], samples) for numbers, samples in returned if name in numbers]
-        if found:
-            values = torch.stack([value for value, _ in found]).to(sums)
-            samples = sums.new_tensor([samples for _, samples in found])
+        pairs = [(numbers[name], samples) for numbers, samples in returned if name in numbers]
+        if pairs:
+            values = torch.stack([value for value, _ in pairs]).to(sums)
+            samples = sums.new_tensor([samples for _, samples in pairs])
             row.copy_(torch.stack([values @ samples, samples.sum()]))
     return sums
 
@@ -229,7 +229,7 @@ def _means(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"train/{name}": total / weight for name, (total, weight) in sums.items() if weight}
 
 
-def find(trainer: Any) -> Meter | None:
+def find_meter(trainer: Any) -> Meter | None:
     """The run's Meter, if it has one."""
     return next((callback for callback in trainer.callbacks if isinstance(callback, Meter)), None)
 

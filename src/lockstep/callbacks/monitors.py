@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.callback import Checkpoint, nothing_logs
+from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.errors import UserError
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -43,11 +43,11 @@ class MonitorCheck(pl.Callback):
             _put_back(layer, attributes)
         self._before = []
         logged = set(trainer.callback_metrics)
-        if not logged or _asks_for_sanity_checking(pl_module):  # then it may leave metrics out here
+        if not logged or _reads_sanity_checking(pl_module):  # then it may leave metrics out here
             return
         for key, metric, mode in self._monitors(trainer):
             if metric.startswith("val") and metric not in logged:
-                raise UserError(nothing_logs(key, metric, logged, mode))
+                raise UserError(unlogged_metric_message(key, metric, logged, mode))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Lightning's own refusals of a metric that is not there: of one that training should log, say."""
@@ -60,8 +60,10 @@ class MonitorCheck(pl.Callback):
                 writer.wait()
         logged = set(trainer.callback_metrics)
         missing = [each for each in self._monitors(trainer) if each[1] not in logged]
-        said = nothing_logs(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
-        raise UserError(said) from exception
+        message = (
+            unlogged_metric_message(missing[0][0], missing[0][1], logged, missing[0][2]) if missing else str(exception)
+        )
+        raise UserError(message) from exception
 
     def _monitors(self, trainer: Any) -> list[tuple[str, str, str | None]]:
         """What is followed, as (key, metric, mode); what may be missing is left out."""
@@ -72,11 +74,11 @@ class MonitorCheck(pl.Callback):
         return [(key, metric, mode) for key, metric, mode in followed if isinstance(metric, str)]
 
 
-def _asks_for_sanity_checking(module: pl.LightningModule) -> bool:
+def _reads_sanity_checking(module: pl.LightningModule) -> bool:
     """Whether code of a module's classes reads `trainer.sanity_checking`."""
     kinds = type(module).__mro__
-    own = kinds[: kinds.index(pl.LightningModule)]
-    codes = [getattr(value, "__code__", None) for kind in own for value in vars(kind).values()]
+    user_classes = kinds[: kinds.index(pl.LightningModule)]
+    codes = [getattr(value, "__code__", None) for kind in user_classes for value in vars(kind).values()]
     return any(code is not None and "sanity_checking" in code.co_names for code in codes)
 
 
@@ -91,16 +93,16 @@ def _put_back(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> No
     for name in [name for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)]:
         if name not in attributes:
             delattr(layer, name)
-    for name, (value, held) in attributes.items():
+    for name, (value, saved) in attributes.items():
         if isinstance(value, Tensor):
-            if not torch.equal(value, held):
+            if not torch.equal(value, saved):
                 with torch.no_grad():
-                    value.copy_(held)
+                    value.copy_(saved)
         elif isinstance(value, list):
-            value[:] = held
+            value[:] = saved
         elif isinstance(value, dict | set):
             value.clear()
-            value.update(held)
+            value.update(saved)
         (layer._buffers if name in layer._buffers else vars(layer))[name] = value
 
 
@@ -116,7 +118,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        found = copy(value)
-        found.update({name: _copied(part) for name, part in value.items()})
-        return found
+        duplicate = copy(value)
+        duplicate.update({name: _copied(part) for name, part in value.items()})
+        return duplicate
     return [_copied(part) for part in value] if isinstance(value, list) else copy(value)

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.callback import Checkpoint
-from lockstep.launch.signals import Interrupted, ending_signals, handling, pending_signals, record_signal
+from lockstep.launch.signals import Interrupted, ending_signals, pending_signals, record_signal, signal_handler
 from lockstep.step.lightning_quirks import validates
 
 LOG = logging.getLogger("lockstep")
@@ -34,7 +34,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
     def __init__(self, folder: Path) -> None:
         self._path = paths.last(folder)
         self._agreed: list[int] = []  # the signals that all ranks know of, until they are answered
-        self._own: int = signal.SIGTERM  # the ending signal that this rank got, if it did
+        self._ending_signal: int = signal.SIGTERM  # the ending signal that this rank got, if it did
         self._ending: int | None = None  # the signal that ends the run, once its checkpoint is saved
         self._handlers = ExitStack()
         self._ends = set(ending_signals()) - {signal.SIGINT}  # the parent passes on a Ctrl-C as SIGTERM
@@ -42,7 +42,7 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
         self._clock = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._handlers.enter_context(handling(record_signal, *{*self._ends, signal.SIGUSR1}))
+        self._handlers.enter_context(signal_handler(record_signal, *{*self._ends, signal.SIGUSR1}))
         self._due, self._clock = trainer.global_step + 1, time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,44 +50,44 @@ class Preemption(LightningCheckpoint):  # which Lightning calls after the others
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1 or trainer.global_step >= self._due:
-            self._agree(trainer)
+            self._share_signals(trainer)
         if self._agreed and not validates(trainer):
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._agreed and not trainer.is_last_batch:
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._agreed:
-            self._answer(trainer)
+            self._save_for_signal(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._ending:  # not earlier: what the module logs of a step is shown after its on_train_batch_end
             raise Interrupted(self._ending)
 
-    def _answer(self, trainer: Any) -> None:
+    def _save_for_signal(self, trainer: Any) -> None:
         """Saves, unless it was done after this step, and takes down what is to follow."""
         if not any(isinstance(c, Checkpoint) and c.saved == trainer.global_step for c in trainer.checkpoint_callbacks):
             trainer.fit_loop.epoch_loop.follow_metrics()
             trainer.save_checkpoint(self._path)
         trainer.strategy.checkpoint_io.wait()  # until it is on the disk
-        self._ending = self._own if self._ends & {*self._agreed} else None
+        self._ending = self._ending_signal if self._ends & {*self._agreed} else None
         self._agreed.clear()
         if trainer.is_global_zero:
             why = "asked to end" if self._ending else "SIGUSR1"  # the parent knows by what
             LOG.info(f"{why}: saved {self._path.name} after step {trainer.global_step}")
 
-    def _agree(self, trainer: Trainer) -> None:
+    def _share_signals(self, trainer: Trainer) -> None:
         known = len(pending_signals)  # what comes meanwhile is for the next one
         mine = pending_signals[:known]
-        self._own = next((signum for signum in mine if signum in self._ends), self._own)
+        self._ending_signal = next((signum for signum in mine if signum in self._ends), self._ending_signal)
         if trainer.world_size > 1:
-            mine = self._of_all(mine, trainer.global_step)
+            mine = self._all_reduce_signals(mine, trainer.global_step)
         self._agreed += mine
         del pending_signals[:known]
 
-    def _of_all(self, mine: list[int], step: int) -> list[int]:
+    def _all_reduce_signals(self, mine: list[int], step: int) -> list[int]:
         now = time.monotonic()
         ends, saves = bool(self._ends & {*mine}), signal.SIGUSR1 in mine
         flags = torch.tensor([float(ends), float(saves), now - self._clock])

@@ -47,7 +47,7 @@ class ReplicaConsistencyCheck(Callback):
             return
         sums = trainer.strategy.all_gather(_checksum(pl_module)).flatten().tolist()
         usual = max(sums, key=sums.count)  # of two ranks, rank zero's
-        others = [str(rank) for rank, found in enumerate(sums) if found != usual]
+        others = [str(rank) for rank, checksum in enumerate(sums) if checksum != usual]
         if others:
             ranks = f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
             first = sums.index(usual)

@@ -17,7 +17,7 @@ from lockstep.checkpoint.io import weights_in_use
 from lockstep.errors import UserError
 from lockstep.files import same_file
 from lockstep.step.lightning_quirks import validates
-from lockstep.step.untimed import untimed
+from lockstep.step.timing import exclude_from_timing
 
 log = logging.getLogger("lockstep")
 
@@ -83,7 +83,7 @@ class Checkpoint(LightningCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Write `last.ckpt` now. To be called on all ranks, between two optimizer steps."""
         start = time.perf_counter()
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             trainer.save_checkpoint(self._last, weights_only=False)
         self.seconds += time.perf_counter() - start
         self.saved = trainer.global_step
@@ -118,15 +118,15 @@ class Checkpoint(LightningCheckpoint):
         self._judge(trainer, saves=True)  # first: a run that is refused here goes on from there
         names, expected = sorted(trainer.callback_metrics), self._validated >= 0 or not self._by_validation
         if self.monitor is not None and expected and self.monitor not in names:
-            raise UserError(nothing_logs("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
+            raise UserError(unlogged_metric_message("callbacks.checkpoint.monitor", self.monitor, names, self.mode))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         metrics = {name: torch.as_tensor(value).item() for name, value in trainer.callback_metrics.items()}
         checkpoint["lockstep"] = {**self._record, "metrics": metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"best_score": self.best_score, "best_step": self._best_step}
-        return {"monitor": self.monitor, "mode": self.mode, **kept}
+        best = {"best_score": self.best_score, "best_step": self._best_step}
+        return {"monitor": self.monitor, "mode": self.mode, **best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if (state_dict["monitor"], state_dict["mode"]) == (self.monitor, self.mode):  # else scores can't be compared
@@ -137,8 +137,8 @@ class Checkpoint(LightningCheckpoint):
     def _judge(self, trainer: Any, saves: bool) -> None:
         """Saves if it `saves`, or if this is the best so far."""
         # What validation said of an earlier step, Lightning still shows; these weights have not earned it.
-        told = self._validated == trainer.global_step or not self._by_validation
-        improved = told and self._improved(trainer)
+        validated_now = self._validated == trainer.global_step or not self._by_validation
+        improved = validated_now and self._improved(trainer)
         trainer.fit_loop.epoch_loop.follow_metrics()
         if improved or saves:
             self.save(trainer)
@@ -165,7 +165,7 @@ def _writes(trainer: Any) -> bool:
     return bool(trainer.is_global_zero or getattr(trainer.strategy.checkpoint_io, "receives", False))
 
 
-def nothing_logs(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
+def unlogged_metric_message(key: str, metric: str, logged: Iterable[str], mode: str | None = None) -> str:
     """Return the message that nothing logs a metric, with what is logged and what to write instead.
 
     Args:
@@ -173,10 +173,10 @@ def nothing_logs(key: str, metric: str, logged: Iterable[str], mode: str | None 
         mode: `max` or `min`, where the key has a `mode` beside it.
     """
     names = sorted(logged)
-    said = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
-    alike = [name for name in names if name.startswith("val") == metric.startswith("val")]
-    near = [*difflib.get_close_matches(metric, alike, n=1), *alike]
+    message = f"{key}={metric}: nothing logs it; logged: {', '.join(names) or 'nothing'}"
+    same_stage = [name for name in names if name.startswith("val") == metric.startswith("val")]
+    near = [*difflib.get_close_matches(metric, same_stage, n=1), *same_stage]
     if not near:
-        return said
+        return message
     worse = mode == "max" and any(word in near[0] for word in ("loss", "err"))
-    return f"{said}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse
+    return f"{message}; give {key}={near[0]}" + f" {key.removesuffix('monitor')}mode=min" * worse

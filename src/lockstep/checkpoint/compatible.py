@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import show
+from lockstep.config.value_checks import show
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.text import join_names
@@ -13,7 +13,9 @@ from lockstep.text import join_names
 CHANGEABLE = {"name", "augment", "transforms", "mix", "mix_alpha", "sampling"}
 
 
-def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int) -> None:
+def check_checkpoint_fits(
+    path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any], config: Config, steps: int
+) -> None:
     """Compares a checkpoint with what is to go on from it, to make `steps` optimizer steps in all.
 
     Raises:
@@ -22,9 +24,9 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     """
     sizes = [{name: list(value.shape) for name, value in side.items()} for side in (checkpoint["state_dict"], weights)]
     for name in sorted(sizes[0].keys() | sizes[1].keys()):
-        there, here = (side.get(name, "missing") for side in sizes)
-        if there != here:
-            odd = f"{name} is {there} there, and {here} in this model"
+        saved_size, model_size = (side.get(name, "missing") for side in sizes)
+        if saved_size != model_size:
+            odd = f"{name} is {saved_size} there, and {model_size} in this model"
             raise UserError(f"{path}: made by another network: {odd}; init_from= begins a new run with what fits")
     before = checkpoint.get("lockstep", {}).get("config", {})
     made, now = before.get("model", {}).get("_target_"), config.model.get("_target_")
@@ -44,11 +46,11 @@ def must_fit(path: str, checkpoint: Mapping[str, Any], weights: Mapping[str, Any
     if batch_size != size:
         raise UserError(f"batch_size={size}: {path} stands in an epoch of steps of {batch_size} samples")
     if checkpoint["global_step"] > steps:
-        asked = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
-        raise UserError(f"{asked}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
+        limit = f"max_steps={steps}" if steps == config.max_steps else f"max_epochs={config.max_epochs}"
+        raise UserError(f"{limit}: {path} stands after step {checkpoint['global_step']}, beyond the {steps} asked for")
 
 
-def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
+def check_same_data(path: str, recorded: Mapping[str, Any], config: Config, splits: Splits) -> None:
     """Compares the data set with what a checkpoint records: its position and its schedule are counted in steps of that
     training set. Where the data lie, and what is done to a sample (augmentation, transforms, mixing, sampling), may
     change.
@@ -77,7 +79,7 @@ def must_be_same_data(path: str, recorded: Mapping[str, Any], config: Config, sp
         raise UserError(f"data.{name}={show(config.data.get(name))}: {path} was trained with {was}; {other}")
 
 
-def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
+def resume_messages(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str]:
     """What a user should know about the run that goes on."""
     if not resumed:
         return []
@@ -97,12 +99,12 @@ def told(config: Config, splits: Splits, resumed: Mapping[str, Any]) -> list[str
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> list[str]:
     """What changed between two plain configs, as `key: old -> new`; of a group that another one has replaced, its name
     and what both have."""
-    found = []
+    changes = []
     replaced = before.get("name") != now.get("name")
     for key in sorted(set(before) & set(now) if above and replaced else set(before) | set(now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{above}{key}.")
+            changes += differences(old, new, f"{above}{key}.")
         elif old != new:
-            found.append(f"{above}{key}: {old} -> {new}")
-    return found
+            changes.append(f"{above}{key}: {old} -> {new}")
+    return changes

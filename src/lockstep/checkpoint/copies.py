@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.io import step_of
 from lockstep.files import write
-from lockstep.launch.process_group import broadcast_file, of_ranks
+from lockstep.launch.process_group import broadcast_file, gather_objects
 
 
 class Copies:
@@ -48,7 +48,7 @@ def share_newest(start: Path, ranks: Sequence[int]) -> None:
     if len(ranks) == 1:
         return
     writes = dist.get_rank() in ranks
-    steps = of_ranks(step_of(start) if writes else -1)
+    steps = gather_objects(step_of(start) if writes else -1)
     newest = max(ranks, key=lambda rank: (steps[rank], -rank))
     lacking = [rank for rank in ranks if steps[rank] != steps[newest]]
     if not lacking:

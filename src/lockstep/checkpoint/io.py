@@ -24,7 +24,7 @@ from lockstep.checkpoint import paths
 from lockstep.config.extras import CheckpointObserver
 from lockstep.errors import UserError
 from lockstep.files import replacing, same_file
-from lockstep.launch.process_group import broadcast_file, of_rank_zero
+from lockstep.launch.process_group import broadcast_file, broadcast_from_rank_zero
 
 HYPERPARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 
@@ -113,7 +113,7 @@ def load(path: str | os.PathLike[str], together: bool = False) -> dict[str, Any]
         CheckpointError: missing, cut off, damaged, of another kind, or holding code; `together`, on all ranks.
     """
     path = Path(path)
-    checkpoint = plain(whole_file(path, together), path)
+    checkpoint = load_plain(whole_file(path, together), path)
     if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys():
         raise CheckpointError(f"{path}: not a Lockstep or Lightning checkpoint: no state_dict of a LightningModule")
     return checkpoint
@@ -131,7 +131,7 @@ def whole_file(path: Path, together: bool = False, check: Callable[[Path], str] 
     ranks = together and dist.is_available() and dist.is_initialized()
     mine = not ranks or dist.get_rank() == 0
     wrong = check(path) if mine else ""
-    if wrong := of_rank_zero(wrong) if ranks else wrong:
+    if wrong := broadcast_from_rank_zero(wrong) if ranks else wrong:
         raise CheckpointError(f"{path}: {wrong}")
     if not ranks:
         return path
@@ -146,7 +146,7 @@ def step_of(path: Path) -> int:
     return -1
 
 
-def plain(source: Path | IO[bytes], path: Path) -> Any:
+def load_plain(source: Path | IO[bytes], path: Path) -> Any:
     """Return what torch.save wrote, read with `weights_only=True`, on the CPU.
 
     Raises:
@@ -155,8 +155,8 @@ def plain(source: Path | IO[bytes], path: Path) -> Any:
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # a made-up pickle can make torch raise anything
-        said = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice is before it
-        reason = (said or type(error).__name__).splitlines()[0]
+        details = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # torch's advice is before it
+        reason = (details or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: can't be loaded as plain data and tensors ({reason[:120]})") from error
 
 
@@ -196,7 +196,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Args:
         observers: see each checkpoint, in the thread that writes it.
-        number: checkpoints that are kept besides (see `keep`).
+        number: checkpoints that are kept besides (see `keep_step_checkpoint`).
         copies: what sends files to the machines that keep copies of them, if there are any.
         loaded: the checkpoint that the run goes on from: the first `load_checkpoint` of its path returns it.
     """
@@ -226,8 +226,8 @@ class AtomicCheckpointIO(CheckpointIO):
             plain_ones = {name: value for name, value in hyperparameters.items() if name not in self._not_plain}
             checkpoint = {**checkpoint, HYPERPARAMETERS: plain_ones}
         copy = apply_to_collection(checkpoint, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
-        if (kept := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
-            copy["state_dict"]._metadata = kept  # versions of layers, which some of torchvision's ask for
+        if (metadata := getattr(checkpoint["state_dict"], "_metadata", None)) is not None:
+            copy["state_dict"]._metadata = metadata  # versions of layers, which some of torchvision's ask for
         self.then(self._write, copy, Path(path))
 
     def then(self, task: Callable[..., None], *args: Any) -> None:
@@ -254,7 +254,7 @@ class AtomicCheckpointIO(CheckpointIO):
         for observer in self._observers:
             observer.after_write()
         if self._number:
-            keep(path, checkpoint["global_step"], self._number)
+            keep_step_checkpoint(path, checkpoint["global_step"], self._number)
 
     def wait(self) -> None:
         """Returns when all is on the disk.
@@ -281,14 +281,14 @@ class AtomicCheckpointIO(CheckpointIO):
         self.wait()
 
 
-def keep(last: Path, step: int, number: int) -> None:
+def keep_step_checkpoint(last: Path, step: int, number: int) -> None:
     """Give `last`, saved after `step`, a second name that stays. Keep the `number` newest of these, all if it is -1;
     remove those of later steps, which a run that has gone back behind them makes again."""
-    same_file(last, paths.of_step(last.parent, step))
-    kept = paths.steps_kept(last.parent)
-    upto = [each for each in kept if each <= step]
-    for removed in kept.keys() - set(upto if number < 0 else upto[-number:]):
-        kept[removed].unlink()
+    same_file(last, paths.step_path(last.parent, step))
+    step_files = paths.step_checkpoints(last.parent)
+    upto = [each for each in step_files if each <= step]
+    for removed in step_files.keys() - set(upto if number < 0 else upto[-number:]):
+        step_files[removed].unlink()
 
 
 def weights_in_use(trainer: Any) -> tuple[str | None, int | None]:

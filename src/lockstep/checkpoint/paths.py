@@ -19,12 +19,12 @@ def best(run: Path) -> Path:
     return folder(run) / "best.ckpt"
 
 
-def of_step(checkpoints: Path, step: int) -> Path:
+def step_path(checkpoints: Path, step: int) -> Path:
     """Return the path of a checkpoint that `checkpoint_keep` leaves in a folder of checkpoints."""
     return checkpoints / f"step_{step}.ckpt"
 
 
-def steps_kept(checkpoints: Path) -> dict[int, Path]:
+def step_checkpoints(checkpoints: Path) -> dict[int, Path]:
     """Return the checkpoints `step_<n>.ckpt` in a folder of checkpoints, by step, in order."""
     matches = [(re.fullmatch(r"step_(\d+)\.ckpt", path.name), path) for path in checkpoints.iterdir()]
     return dict(sorted((int(match[1]), path) for match, path in matches if match))

@@ -12,16 +12,25 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.checkpoint import paths
-from lockstep.config import checks
-from lockstep.config.arguments import SEVERAL, config_folders, key, parsed, quoted, searched, separated, sweeps
-from lockstep.config.checks import ROOT, options
+from lockstep.config import value_checks
+from lockstep.config.arguments import (
+    SEVERAL,
+    config_folders,
+    is_sweep,
+    key,
+    parse_arguments,
+    quote_path,
+    search_path_override,
+    split_flags,
+)
+from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 from lockstep.files import write
 from lockstep.launch import slurm
-from lockstep.launch.agreement import agree
 from lockstep.launch.environment import external_workers
-from lockstep.launch.process_group import of_ranks
-from lockstep.text import typed
+from lockstep.launch.process_group import gather_objects
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
+from lockstep.text import shell_override
 
 MULTIRUN = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
@@ -29,7 +38,7 @@ RECORD = "overrides.yaml"  # in .hydra/
 NAMED = {"name", "model", "data", "experiment"}  # what a run's name is made of
 
 
-def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
+def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
     """The command line with `resume=` replaced by what it stands for: the overrides of the run that goes on, the
     config folders that it was composed with, what is given now, the run's own folder and its checkpoint.
 
@@ -39,14 +48,14 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
     Raises:
         UserError: there is nothing to resume, or the program is another one than train.py.
     """
-    flags, task = separated(arguments)
+    flags, task = split_flags(arguments)
     for name in ("resume", "init_from"):
         if f"{name}=" in task:
             raise UserError(f"{name}: is empty; {name}=null for none")
-    run, given = _taken("resume", task)
+    run, new_overrides = _split_off("resume", task)
     if run is None:
-        return _weights_named(arguments, given, flags, config_name)
-    if any(key(override) == "init_from" for override in given):
+        return _expand_init_from(arguments, new_overrides, flags, config_name)
+    if any(key(override) == "init_from" for override in new_overrides):
         raise UserError(
             f"resume={run}: goes on with a run's own weights, and init_from begins a new run; leave one out"
         )
@@ -56,25 +65,25 @@ def overrides(arguments: Sequence[str], config_name: str) -> list[str]:
         )
 
     def find() -> tuple[float, str, list[str]]:
-        checkpoint = _find(run, given, flags, config_name)
-        return checkpoint.stat().st_mtime, str(checkpoint), _saved(checkpoint, flags)
+        checkpoint = _find_checkpoint(run, new_overrides, flags, config_name)
+        return checkpoint.stat().st_mtime, str(checkpoint), _saved_overrides(checkpoint, flags)
 
     _, checkpoint, saved = _newest_of_ranks(find)
     folder = paths.run_of(Path(checkpoint))
     if not folder.exists():  # another machine's: this one has a folder of the same name in its own `outputs`
         folder = Path("${outputs}", *folder.parts[-2:])
     merged = {key(override): override for override in saved}
-    _forget_length(merged, given)
+    _drop_length(merged, new_overrides)
     for group in SEVERAL:
-        _forget_options(merged, group, given)
-    merged |= {key(override): override for override in given}
-    merged |= {"resume": f"resume={quoted(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quoted(folder)}"}
+        _drop_options(merged, group, new_overrides)
+    merged |= {key(override): override for override in new_overrides}
+    merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
     return [*merged.values(), *flags]
 
 
-def _forget_options(saved: dict[str, str], group: str, given: Sequence[str]) -> None:
+def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
     """Leave out saved options of files that the group chosen now does not have: `extras=none` after `extras.x.y=1`."""
-    chosen = [override for override in given if key(override) == group]
+    chosen = [override for override in new_overrides if key(override) == group]
     if not chosen:
         return
     names = chosen[-1].partition("=")[2].strip("[]").split(",")
@@ -93,7 +102,7 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
         mine: Any = find()
     except UserError as refusal:
         mine = str(refusal)
-    everywhere = of_ranks(mine)
+    everywhere = gather_objects(mine)
     usable = [each for each in everywhere if not isinstance(each, str)]
     if not usable:
         raise UserError(everywhere[0])
@@ -101,31 +110,36 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
     return newest_of_all
 
 
-def _weights_named(arguments: Sequence[str], given: list[str], flags: list[str], config_name: str) -> list[str]:
+def _expand_init_from(
+    arguments: Sequence[str], new_overrides: list[str], flags: list[str], config_name: str
+) -> list[str]:
     """The arguments, where `init_from=last` stands for the run that is the newest before any of these begins."""
-    if "init_from=last" not in given:
+    if "init_from=last" not in new_overrides:
         return list(arguments)
 
     def newest_run() -> str:
         return str(
-            newest("init_from", Path(checks.folder("outputs", _composed([*given, *flags], config_name).outputs)))
+            newest_run_folder(
+                "init_from",
+                Path(value_checks.folder("outputs", _compose_single([*new_overrides, *flags], config_name).outputs)),
+            )
         )
 
-    folder = agree("init_from", newest_run)
-    return [f"init_from={quoted(folder)}" if each == "init_from=last" else each for each in arguments]
+    folder = decide_on_rank_zero("init_from", newest_run)
+    return [f"init_from={quote_path(folder)}" if each == "init_from=last" else each for each in arguments]
 
 
-def sweep_overrides(arguments: Sequence[str]) -> list[str]:
+def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
     """The command line with `sweep.resume=<folder>` replaced by what it stands for: the overrides of that sweep, those
     given now, and its folder.
 
     Raises:
         UserError: it is no sweep's folder, or what is given now would list other jobs.
     """
-    flags, task = separated(arguments)
-    sweep, given = _taken("sweep.resume", task)
+    flags, task = split_flags(arguments)
+    sweep, new_overrides = _split_off("sweep.resume", task)
     if sweep is None:
-        return [*given, *flags]
+        return [*new_overrides, *flags]
     folder = Path(sweep.strip("'\"")).expanduser().absolute()
     record = folder / "multirun.yaml"
     if not record.is_file():
@@ -135,28 +149,28 @@ def sweep_overrides(arguments: Sequence[str]) -> list[str]:
         before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise UserError(f"{record}: can't be read") from error
-    kept = {key(argument): argument for argument in map(str, before)}
-    if not any(sweeps(kept[name]) for name in LENGTH & kept.keys()):
-        _forget_length(kept, given)
-    for argument in given:
-        changed = kept.get(key(argument), argument)
-        if sweeps(argument) or sweeps(changed):
+    merged = {key(argument): argument for argument in map(str, before)}
+    if not any(is_sweep(merged[name]) for name in LENGTH & merged.keys()):
+        _drop_length(merged, new_overrides)
+    for argument in new_overrides:
+        changed = merged.get(key(argument), argument)
+        if is_sweep(argument) or is_sweep(changed):
             raise UserError(f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}")
-        kept[key(argument)] = argument
+        merged[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
-        kept.pop(name, None)
+        merged.pop(name, None)
     flags = ["-m", *(flag for flag in flags if flag not in MULTIRUN)]
-    return [*kept.values(), f"sweep.resume={quoted(folder)}", f"hydra.sweep.dir={quoted(folder)}", *flags]
+    return [*merged.values(), f"sweep.resume={quote_path(folder)}", f"hydra.sweep.dir={quote_path(folder)}", *flags]
 
 
-def _taken(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
+def _split_off(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
     """The last value that a key is given, None where it is null, and the other overrides."""
     values = [argument.removeprefix(f"{name}=") for argument in task if argument.startswith(f"{name}=")]
     rest = [argument for argument in task if not argument.startswith(f"{name}=")]
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest
 
 
-def _saved(checkpoint: Path, flags: Sequence[str]) -> list[str]:
+def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
     """Return the overrides of the run that a checkpoint belongs to, with the config folders that it was composed with.
 
     Raises:
@@ -174,26 +188,27 @@ def _saved(checkpoint: Path, flags: Sequence[str]) -> list[str]:
     return [override for override in saved if key(override) not in left_out]
 
 
-def _forget_length(kept: dict[str, str], given: Sequence[str]) -> None:
+def _drop_length(merged: dict[str, str], new_overrides: Sequence[str]) -> None:
     """Removes the length of the run that goes on where another one is given: epochs for steps, or steps for epochs."""
-    if LENGTH & {key(argument) for argument in given if argument.partition("=")[2] not in ("null", "")}:
+    if LENGTH & {key(argument) for argument in new_overrides if argument.partition("=")[2] not in ("null", "")}:
         for name in LENGTH:
-            kept.pop(name, None)
+            merged.pop(name, None)
 
 
-def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> Path:
+def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], config_name: str) -> Path:
     """The checkpoint that `resume=` means: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
-        config = _composed([*given, *flags], config_name)
-        runs, runs_of = Path(checks.folder("outputs", config.outputs)) / str(config.name), "*"
-        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in given):
+        config = _compose_single([*new_overrides, *flags], config_name)
+        runs, runs_of = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
+        if NAMED.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides):
             runs, runs_of = runs.parent, "*/*"
-        wanted = str(newest("resume", runs, runs_of))
+        wanted = str(newest_run_folder("resume", runs, runs_of))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
             raise UserError(
-                f"resume={wanted}: a folder of runs, not a run: {typed('resume', runs_below[-1])} is the newest"
+                f"resume={wanted}: a folder of runs, not a run: "
+                f"{shell_override('resume', runs_below[-1])} is the newest"
             )
         path = paths.last(path)
     if not path.exists():
@@ -201,18 +216,18 @@ def _find(wanted: str, given: list[str], flags: list[str], config_name: str) -> 
     return path
 
 
-def newest(asked: str, runs: Path, runs_of: str = "*/*") -> Path:
+def newest_run_folder(config_key: str, runs: Path, runs_of: str = "*/*") -> Path:
     """The run that was saved last, of the folders in `runs` that match `runs_of`.
 
     Args:
-        asked: the key that is `last`, for the message.
+        config_key: the key that is `last`, for the message.
 
     Raises:
         UserError: none has a checkpoint.
     """
     folders = _runs_in(runs, runs_of)
     if not folders:
-        raise UserError(f"{asked}=last: no run in {runs} has a checkpoint")
+        raise UserError(f"{config_key}=last: no run in {runs} has a checkpoint")
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]  # others may have saved since
 
 
@@ -222,14 +237,14 @@ def _runs_in(folder: Path, pattern: str) -> list[Path]:
     return list(map(paths.run_of, sorted(checkpoints, key=lambda path: path.stat().st_mtime)))
 
 
-def _composed(arguments: Sequence[str], config_name: str) -> DictConfig:
+def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
     """The config of a command line, without the keys that it sweeps over."""
     from hydra import compose, initialize_config_dir
 
-    found = parsed(arguments)
-    single = [argument for argument in found.overrides if not sweeps(argument)]
-    if found.config_dir:
-        single += searched([os.path.abspath(found.config_dir)])
+    command_line = parse_arguments(arguments)
+    single = [argument for argument in command_line.overrides if not is_sweep(argument)]
+    if command_line.config_dir:
+        single += search_path_override([os.path.abspath(command_line.config_dir)])
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return compose(config_name, overrides=single)
 
@@ -255,7 +270,7 @@ def write_record(folder: Path, record: Mapping[str, str]) -> None:
         write(folder / ".hydra" / name, text.encode())
 
 
-def saved(folder: Path) -> tuple[int, int] | None:
+def last_checkpoint_id(folder: Path) -> tuple[int, int] | None:
     """Which file a run's last checkpoint is, and when it was written; None where there is none."""
     last = paths.last(folder)
     return (last.stat().st_ino, last.stat().st_mtime_ns) if last.exists() else None

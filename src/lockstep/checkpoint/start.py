@@ -15,9 +15,9 @@ from lockstep.checkpoint.io import CheckpointError, Loaded
 from lockstep.checkpoint.resume import RECORD, write_record
 from lockstep.files import same_file
 from lockstep.launch import slurm
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import of_rank_zero, of_ranks
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 
 LOG = logging.getLogger("lockstep")
 
@@ -42,7 +42,7 @@ def load_start(
     path, best = checkpoint_to_load(folder, resume, record), paths.best(folder)
     share_newest(path, ranks)
     named = resume is not None and not environment().restarts
-    exists, has_best, named = of_rank_zero((path.exists(), best.exists(), named))
+    exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
     if not exists and not named:
         return None
     try:
@@ -61,11 +61,11 @@ def checkpoint_to_load(folder: Path, resume: str | None, record: Mapping[str, st
         return last
     # The same command, started again, has gone back already: it goes on with what it has made since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    again = restarted and bool(record) and _recorded(folder) == (record or {}).get(RECORD)
-    return last if any(of_ranks(again)) else last.with_name(Path(resume).name)
+    again = restarted and bool(record) and _recorded_overrides(folder) == (record or {}).get(RECORD)
+    return last if any(gather_objects(again)) else last.with_name(Path(resume).name)
 
 
-class TakeFolder(Callback):
+class ClaimFolder(Callback):
     """After the first step, or at the end of a run that has none to make, writes `.hydra/` and makes the checkpoint
     that the run went on from its last one. Until then the folder is that of the run before.
 
@@ -98,20 +98,20 @@ class TakeFolder(Callback):
             same_file(self._checkpoint, paths.last(self._folder))
 
 
-def _recorded(folder: Path) -> str:
+def _recorded_overrides(folder: Path) -> str:
     """The overrides of the run in a folder."""
     file = folder / ".hydra" / RECORD
     return file.read_text() if file.exists() else ""
 
 
-def go_back(folder: Path, fault: WorkerFailed) -> None:
+def restore_good_checkpoint(folder: Path, fault: WorkerFailed) -> None:
     """Make a run's last checkpoint the newest one of those kept that a device's fault has not spoilt.
 
     Raises:
         WorkerFailed: the fault; there is none.
     """
     last = paths.last(folder)
-    for path in (last, *reversed(paths.steps_kept(last.parent).values())):
-        if checkpoint_io.load(path)["global_step"] <= fault.right:
+    for path in (last, *reversed(paths.step_checkpoints(last.parent).values())):
+        if checkpoint_io.load(path)["global_step"] <= fault.last_good_step:
             return same_file(path, last)
     raise fault

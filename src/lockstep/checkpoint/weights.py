@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.io import CheckpointError, fault, plain, whole_file
+from lockstep.checkpoint.io import CheckpointError, fault, load_plain, whole_file
 from lockstep.errors import UserError
 from lockstep.launch import process_group
 from lockstep.text import join_names
@@ -18,7 +18,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 NAMED = 6  # tensors that a message names
 
 
-def read(key: str, path: str | Path, together: bool = False) -> Tensors:
+def read_weights(key: str, path: str | Path, together: bool = False) -> Tensors:
     """Tensors by name, of a run folder (its best checkpoint, else its last), a checkpoint of Lockstep's, Lightning's or
     torchvision's, or a bare state_dict: what torch.save wrote, read with `weights_only=True`, or .safetensors.
 
@@ -31,17 +31,17 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
     """
     path = _file(path)
     if together:
-        path = process_group.of_rank_zero(path)
+        path = process_group.broadcast_from_rank_zero(path)
     try:
         source = whole_file(path, together, _fault)
-        found = _safe(source, path) if path.suffix == ".safetensors" else plain(source, path)
+        content = _safe(source, path) if path.suffix == ".safetensors" else load_plain(source, path)
     except CheckpointError as error:
         raise CheckpointError(f"{key}={error}") from error
     for name in ("state_dict", "model"):  # Lightning's and timm's; torchvision's
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
             break
-    named = found.items() if isinstance(found, Mapping) else ()
+    named = content.items() if isinstance(content, Mapping) else ()
     tensors = {str(name): value for name, value in named if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f"{key}={path}: it holds no weights by name")
@@ -49,7 +49,7 @@ def read(key: str, path: str | Path, together: bool = False) -> Tensors:
 
 
 def refuse_broken_weights(key: str, path: str | Path) -> None:
-    """Refuse in no time what `read` would refuse of a file that is missing, cut off or holds code.
+    """Refuse in no time what `read_weights` would refuse of a file that is missing, cut off or holds code.
 
     Raises:
         CheckpointError: naming `key`.
@@ -63,21 +63,21 @@ def _file(path: str | Path) -> Path:
     return paths.best_in(path) or paths.best(path) if path.is_dir() else path
 
 
-def fill(module: nn.Module, found: Mapping[str, Tensor]) -> list[str]:
+def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Gives a module the tensors that it has too, by name and shape; returns the names of its own that got none. Those
     of a bare net fit the module that holds it: `conv1.weight` is its `net.conv1.weight`."""
-    own = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    shapes = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     holders = ["", *(f"{name}." for name, _ in module.named_children())]
-    named = [{holder + name: value for name, value in found.items()} for holder in holders]
-    fitting = [{name: value for name, value in each.items() if own.get(name) == value.shape} for each in named]
+    named = [{holder + name: value for name, value in tensors.items()} for holder in holders]
+    fitting = [{name: value for name, value in each.items() if shapes.get(name) == value.shape} for each in named]
     best = max(fitting, key=len)
     whole = module.state_dict()
     whole.update(best)  # with what layers keep beside their tensors
     module.load_state_dict(whole)
-    return [name for name in own if name not in best]
+    return [name for name in shapes if name not in best]
 
 
-class Begun(NamedTuple):
+class LoadedWeights(NamedTuple):
     """What a module has got from a file.
 
     Attributes:
@@ -89,24 +89,24 @@ class Begun(NamedTuple):
     fresh: list[str]
 
 
-def begin(
+def load_weights(
     key: str, module: nn.Module, path: str, together: bool = False, adapt: Callable[[Tensors], Tensors] | None = None
-) -> Begun:
+) -> LoadedWeights:
     """Gives a module the weights in the file that `key` names.
 
     Args:
-        together: as of `read`.
+        together: as of `read_weights`.
         adapt: what is done to the tensors before.
 
     Raises:
         UserError: they can't be read, or nothing fits.
     """
-    found = read(key, path, together)
-    left = fill(module, adapt(found) if adapt else found)
-    own = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    if not any(value.ndim > 1 for name, value in own.items() if name not in left):
+    tensors = read_weights(key, path, together)
+    left = copy_weights(module, adapt(tensors) if adapt else tensors)
+    module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    if not any(value.ndim > 1 for name, value in module_tensors.items() if name not in left):
         raise UserError(f"{key}={path}: none of its weights fits this model's, {join_names(left)}, by name and shape")
-    return Begun(told(key, len(own), left), left)
+    return LoadedWeights(weights_message(key, len(module_tensors), left), left)
 
 
 def refuse_frozen(
@@ -123,20 +123,22 @@ def refuse_frozen(
         UserError: there are such.
     """
     new = set(fresh)
-    held = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
-    held = [name for name in held if _matches(name, freeze) and not _matches(name, unfrozen)]
-    if held:
+    unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
+    unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
+    if unfilled:
         right = "leave them out of model.freeze, or give callbacks=unfreeze"
-        raise UserError(f"{key}: has no {join_names(held, NAMED)}, and model.freeze would keep them random: {right}")
+        raise UserError(
+            f"{key}: has no {join_names(unfilled, NAMED)}, and model.freeze would keep them random: {right}"
+        )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, str(pattern)) for pattern in patterns)
 
 
-def told(key: str, own: int, left: Sequence[str]) -> str:
+def weights_message(key: str, total: int, left: Sequence[str]) -> str:
     """`init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
-    return f"{key}: {own - len(left)} of {own} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
+    return f"{key}: {total - len(left)} of {total} tensors" + f"; not {join_names(left, NAMED)}" * bool(left)
 
 
 def _fault(path: Path, checksums: bool = True) -> str:

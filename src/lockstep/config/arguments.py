@@ -12,15 +12,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
-from lockstep.config.checks import ROOT, options
-from lockstep.config.familiar import no_such_key, unknown
+from lockstep.config.suggestions import no_such_key_message, unknown_name_message
+from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
 SEVERAL = {"callbacks", "extras", "logger", "experiment", "debug"}  # groups whose files add to each other
 
 
-def keyed(arguments: list[str]) -> list[str]:
+def check_arguments(arguments: list[str]) -> list[str]:
     """The arguments as they are.
 
     Raises:
@@ -31,45 +31,47 @@ def keyed(arguments: list[str]) -> list[str]:
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
             if isinstance(value, int | float | dict | None) or (isinstance(value, list) and match[1] not in SEVERAL):
-                raise UserError(f"{argument}: takes one name; {unknown(str(value or None).lower(), options(match[1]))}")
+                raise UserError(
+                    f"{argument}: takes one name; {unknown_name_message(str(value or None).lower(), options(match[1]))}"
+                )
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
             right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
             raise UserError(f"{argument}: there is no such flag; an override has no dashes, {right}")
-    for override in parsed(arguments).overrides:
+    for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
     return arguments
 
 
-def separated(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line's flags, with their values, and its overrides. Together again, flags stand last: a value of theirs
     may be left out, and argparse takes overrides in one row only."""
-    overrides = parsed(arguments).overrides
+    overrides = parse_arguments(arguments).overrides
     return [argument for argument in arguments if argument not in overrides], overrides
 
 
 def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
     """Where what `record` tells of was composed with `--config-dir`, and the command line has none: the override that
     stands for it."""
-    if parsed(arguments).config_dir:
+    if parse_arguments(arguments).config_dir:
         return []
     sources = OmegaConf.select(record, "hydra.runtime.config_sources", default=[])
-    return searched(source.path for source in sources if source.provider.endswith("command-line"))
+    return search_path_override(source.path for source in sources if source.provider.endswith("command-line"))
 
 
-def parsed(arguments: Sequence[str]) -> Any:
+def parse_arguments(arguments: Sequence[str]) -> Any:
     """What Hydra makes of a command line."""
     return get_args_parser().parse_known_intermixed_args(arguments)[0]
 
 
-def searched(folders: Iterable[str]) -> list[str]:
+def search_path_override(folders: Iterable[str]) -> list[str]:
     """The override, if any, that stands for config folders."""
-    paths = ",".join(quoted(f"file://{folder}") for folder in folders)
+    paths = ",".join(quote_path(f"file://{folder}") for folder in folders)
     return [f"hydra.searchpath=[{paths}]"] if paths else []
 
 
-def quoted(path: Path | str) -> str:
+def quote_path(path: Path | str) -> str:
     """A path as an override's value, whatever characters it has."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
@@ -79,12 +81,12 @@ def key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def given() -> list[str]:
+def overridden_keys() -> list[str]:
     """The keys of the command line that the current config was composed with."""
     return [key(override) for override in HydraConfig.get().overrides.task]
 
 
-def sweeps(override: str) -> bool:
+def is_sweep(override: str) -> bool:
     """Whether an override lists values for several runs."""
     return OverridesParser.create().parse_override(override).is_sweep_override()
 
@@ -92,16 +94,16 @@ def sweeps(override: str) -> bool:
 # --- help ---
 
 
-def page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
+def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
     """The help of a program: the files of the groups that a command line chooses, or its front page in `pages`."""
-    found, chosen = parsed(arguments), []
-    folders = [CONF, *([Path(found.config_dir)] if found.config_dir else [])]
-    for override in found.overrides:
+    command_line, chosen = parse_arguments(arguments), []
+    folders = [CONF, *([Path(command_line.config_dir)] if command_line.config_dir else [])]
+    for override in command_line.overrides:
         group, _, names = override.partition("=")
         for name in names.strip("[]").split(",") if (CONF / group).is_dir() else ():
             files = [file for folder in folders if (file := folder / group / f"{name}.yaml").is_file()]
             if not files:
-                raise UserError(no_option(group, name))
+                raise UserError(no_option_message(group, name))
             chosen.append(f"{group}={name}\n\n{files[0].read_text().strip()}")
     return "\n\n".join(chosen) or front_page(pages / f"{config_name}.yaml")
 
@@ -123,20 +125,20 @@ def front_page(file: Path) -> str:
     return "\n\n".join([usage.replace("# ", "").strip(), "GROUPS", "\n".join(groups), "KEYS", keys, notes])
 
 
-def no_option(group: str, name: str) -> str:
+def no_option_message(group: str, name: str) -> str:
     """That a group has no file of this name, and which it has."""
     elsewhere = [f"did you mean {other}={name}?" for other in ("strategy", "extras") if name in options(other)]
-    return f"{group}={name}: {' '.join([*elsewhere, unknown(name, options(group))])}"
+    return f"{group}={name}: {' '.join([*elsewhere, unknown_name_message(name, options(group))])}"
 
 
-def no_name(group: str, command_line: Sequence[str]) -> str:
+def no_name_message(group: str, command_line: Sequence[str]) -> str:
     """That the file which a command line chooses of a group does not say its name, of which a run's is made."""
-    chosen = [each.partition("=")[2] for each in parsed(command_line).overrides if key(each) == group]
+    chosen = [each.partition("=")[2] for each in parse_arguments(command_line).overrides if key(each) == group]
     name = chosen[-1] if chosen else "mine"
     return f"{group}.name: conf/{group}/{name}.yaml has no name, which a run is called by: add a line name: {name}"
 
 
-def no_key(key: str, error: Any) -> str:
+def no_key_message(key: str, error: Any) -> str:
     """That there is no such key, and what is near it where OmegaConf missed it (`error`)."""
     if error is None:  # a group of which the front page chooses nothing
         return f"{key}: there is no such key; +{key}=<name> adds it"
@@ -148,16 +150,16 @@ def no_key(key: str, error: Any) -> str:
     if error.full_key == group and (names := options(group)):
         return f"{key}: there is no such key; {group}=<name> brings some: {', '.join(names)}"
     config: Any = OmegaConf.to_container(error.parent_node._get_root())
-    return no_such_key(key, config)
+    return no_such_key_message(key, config)
 
 
-def unreadable(override: str) -> str:
+def unreadable_override_message(override: str) -> str:
     """That Hydra can't read an override, and how its value is quoted."""
     key, _, value = override.partition("=")
     pairs = (("[", "]"), ("{", "}"), ("(", ")"))
     if any(value.count(one) != value.count(other) for one, other in pairs) or value.count('"') % 2:
         return f"{override}: a bracket or a quotation mark of {key} has no other half"
-    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quoted(value)}\""""
+    return f"""{override}: a value with spaces, commas, brackets or = is quoted: "{key}={quote_path(value)}\""""
 
 
 def _purpose(file: Path) -> str:

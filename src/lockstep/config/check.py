@@ -15,14 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 
 from lockstep.arithmetic import layout as layouts
 from lockstep.arithmetic.layout import Layout
-from lockstep.config.checks import checker, show
 from lockstep.config.extras import Extra
 from lockstep.config.instantiate import instantiate
-from lockstep.config.schema import Kept, Keys
-from lockstep.config.targets import check_target, named
+from lockstep.config.schema import Keys, RunKeys
+from lockstep.config.targets import check_target, targets_in
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_of_each, cpu_cap, gpu_count
+from lockstep.launch.machine import compiler_lacking, computes_bf16, cores_per_worker, cpu_cap, gpu_count
 from lockstep.strategies import Strategy
 from lockstep.text import plural
 
@@ -31,7 +31,7 @@ EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions whose sums it can mak
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Kept):
+class Config(RunKeys):
     """What a run needs to know. Strategy, devices, sizes and `exact` stand in the layout alone; `precision` is
     Lightning's name, never `auto`."""
 
@@ -41,7 +41,7 @@ class Config(Kept):
     layout: Layout  # who computes which piece of a step
     trains: bool  # false for an evaluation, which has no schedule, and whose steps need no equal pieces
     record: dict[str, Any]  # the resolved config as plain containers, `data_dir` absolute: what a checkpoint records
-    given: tuple[str, ...]  # dotted keys that the user has set, on the command line
+    overridden: tuple[str, ...]  # dotted keys that the user has set, on the command line
 
     @property
     def length(self) -> tuple[int | None, int | None]:
@@ -54,7 +54,7 @@ class Config(Kept):
         """CPU threads of one worker."""
         workers = max(1, self.layout.world_size // self.layout.num_nodes)
         # under exact, the number of threads would change the order of sums from layout to layout
-        return self.threads or (1 if self.layout.exact else cores_of_each(workers))
+        return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
     def step_lr(self) -> float:
@@ -66,29 +66,32 @@ class Config(Kept):
 check_keys = checker(Keys)
 
 
-def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()) -> Config:
+def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str] = ()) -> Config:
     """A composed and resolved config, checked.
 
     Args:
         raw: plain containers (`OmegaConf.to_container(cfg, resolve=True)`).
         trains: whether `batch_size` must be cut into equal pieces: in training, not in evaluation.
-        given: dotted keys that the user has set.
+        overridden: dotted keys that the user has set.
 
     Raises:
         UserError: the first thing that is wrong.
     """
-    given = tuple(given)
-    raw = _as_started(raw, given)
-    if "max_steps" in given and "max_epochs" not in given and raw.get("max_steps") is not None:
+    overridden = tuple(overridden)
+    raw = _with_engine_layout(raw, overridden)
+    if "max_steps" in overridden and "max_epochs" not in overridden and raw.get("max_steps") is not None:
         raw = {**raw, "max_epochs": None}  # an experiment's: what the user has set is what is trained
     keys: Keys = check_keys("", raw)
-    own_lr, optimizer = keys.optimizer.get("lr"), {name: each for name, each in keys.optimizer.items() if name != "lr"}
-    if "optimizer.lr" in given and own_lr != keys.lr:
-        raise UserError(f"optimizer.lr={show(own_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone")
+    optimizer_lr = keys.optimizer.get("lr")
+    optimizer = {name: each for name, each in keys.optimizer.items() if name != "lr"}
+    if "optimizer.lr" in overridden and optimizer_lr != keys.lr:
+        raise UserError(
+            f"optimizer.lr={show(optimizer_lr)}: lr={show(keys.lr)} is given too, and decides: give lr=... alone"
+        )
     for group in ("strategy", "extras", "model", "data", "optimizer", "callbacks", "logger"):
-        for key, target in named(group, getattr(keys, group)):
+        for key, target in targets_in(group, getattr(keys, group)):
             check_target(key, target)
-    for key, target in named("debug.trainer", keys.debug.trainer):
+    for key, target in targets_in("debug.trainer", keys.debug.trainer):
         check_target(key, target)
     strategy = instantiate("strategy", keys.strategy)
     if not isinstance(strategy, Strategy):
@@ -113,12 +116,12 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         even=trains,
     )
     _check_pairs(keys, layout, trains)
-    kept = {field.name: getattr(keys, field.name) for field in fields(Kept)} | {"optimizer": optimizer}
+    run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
     if keys.precision == "auto":
-        kept["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
+        run_keys["precision"] = "bf16-mixed" if computes_bf16(accelerator) else "32-true"
     extras = _extras(keys, trains)
     config = Config(
-        **kept,
+        **run_keys,
         data=dict(keys.data),
         strategy=strategy,
         extras=extras,
@@ -126,7 +129,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, given: Iterable[str] = ()
         trains=trains,
         # the data's folder is read in other folders too; the learning rate stands in one place
         record={**raw, "data_dir": keys.data_dir, **({"optimizer": optimizer} if "optimizer" in raw else {})},
-        given=given,
+        overridden=overridden,
     )
     _refuse(strategy.conflicts(config))
     _refuse((extra.setting, *rule) for extra in extras.values() for rule in extra.conflicts(config))
@@ -164,7 +167,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
             "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
-    if gpus and devices > gpus and not (environment().own_gpu and gpus == 1):
+    if gpus and devices > gpus and not (environment().dedicated_gpu and gpus == 1):
         raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
     if not gpus and devices > cpu_cap():
         raise UserError(
@@ -173,7 +176,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
     return ("gpu" if gpus else "cpu"), devices
 
 
-def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
     """The config with the devices and machines on which an engine has started workers; on one machine as it is.
 
     Raises:
@@ -188,15 +191,15 @@ def _as_started(raw: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
                 f"{_torchrun(nodes, devices)}"
             )
         return dict(raw)
-    there = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
-    for key, count in there.items():
-        asked = raw.get(key, 1)
-        if asked not in (count, "auto", -1) and (asked != 1 or key in given):
+    engine_layout = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
+    for key, count in engine_layout.items():
+        requested = raw.get(key, 1)
+        if requested not in (count, "auto", -1) and (requested != 1 or key in overridden):
             raise UserError(
                 f"{key}={show(raw[key])}: {environment().started_by} has started {plural(workers, 'worker')} on "
-                f"{plural(there['num_nodes'], 'machine')}: {key}={count}, or leave it out"
+                f"{plural(engine_layout['num_nodes'], 'machine')}: {key}={count}, or leave it out"
             )
-    return {**raw, **there}
+    return {**raw, **engine_layout}
 
 
 def _torchrun(nodes: int, devices: Any) -> str:
@@ -245,14 +248,16 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
-    if trains and _in_vain(layout):
-        finer = next((f"pieces={each.pieces}" for each in layout.finer() if not _in_vain(each)), "leave them out")
+    if trains and _unneeded_settings(layout):
+        finer = next(
+            (f"pieces={each.pieces}" for each in layout.finer() if not _unneeded_settings(each)), "leave them out"
+        )
         same = f"{plural(layout.pieces, 'piece')} can't be dealt out so, and would be as without; {finer}"
         raise UserError(f"strategy.shares={list(layout.shares)}: {same}")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
 
-def _in_vain(layout: Layout) -> bool:
+def _unneeded_settings(layout: Layout) -> bool:
     """Whether devices that differ in their shares get what they would without."""
     return len(set(layout.shares)) > 1 and layout.counts == replace(layout, shares=()).counts

@@ -51,7 +51,7 @@ class CheckpointObserver(Protocol):
 class Extra:
     """A feature that the core does not know by name. Every method does nothing here: override what you need."""
 
-    own_weights = False  # whether each process steps by a gradient of its own, to weights of its own
+    separate_weights = False  # whether each process steps by a gradient of its own, to weights of its own
     changes_weights = True  # whether a run has other weights with it
     can_skip = True  # whether a step may be left out (nonfinite=skip)
     name = ""  # of its file in conf/extras/, set when it is chosen

@@ -11,9 +11,9 @@ import hydra.utils
 from hydra.errors import InstantiationException
 from pydantic.errors import PydanticUserError
 
-from lockstep.config.checks import checker, show
-from lockstep.config.familiar import unknown
+from lockstep.config.suggestions import unknown_name_message
 from lockstep.config.targets import check_target
+from lockstep.config.value_checks import checker, show
 from lockstep.errors import UserError
 
 LATER = "later:"  # begins the text that stands for an offer, `T_max: later:total_steps`: a number known in the run only
@@ -42,7 +42,7 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     except InstantiationException as error:
         raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
     if target.__module__.startswith(HOLD):
-        _must_be_of_its_type(key, target, made)
+        _check_option_types(key, target, made)
     takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
     return make if makes else call(key, make)
@@ -50,13 +50,13 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
 
 def call(key: str, make: partial[Any], *args: Any) -> Any:
     """`make(*args)`, whose ValueErrors and TypeErrors are about what the config says."""
-    name, given = make.func.__name__, make.keywords
+    name, arguments = make.func.__name__, make.keywords
     try:
         return make(*args)
     except TypeError as error:
-        _must_be_of_its_type(key, make.func, given)
+        _check_option_types(key, make.func, arguments)
         shown = ", ".join(
-            f"{k}={show(v)}" for k, v in given.items() if isinstance(v, int | float | str | list | dict | None)
+            f"{k}={show(v)}" for k, v in arguments.items() if isinstance(v, int | float | str | list | dict | None)
         )
         raise UserError(f"{key}: {name}({shown}): {error}") from error
     except Exception as error:
@@ -64,10 +64,10 @@ def call(key: str, make: partial[Any], *args: Any) -> Any:
         if not isinstance(error, ValueError) and type(error).__name__ != "MisconfigurationException":
             raise
         option = str(error).partition("=")[0]
-        raise UserError(f"{key}.{error}" if option in given else f"{key}: {error}") from error
+        raise UserError(f"{key}.{error}" if option in arguments else f"{key}: {error}") from error
 
 
-def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> None:
+def _check_option_types(key: str, target: Any, arguments: Mapping[str, Any]) -> None:
     """UserError: an option that is not what its annotation says. What others annotate wrongly may work, so of them it
     is asked only where something has gone wrong."""
     for maker in _makers(target):
@@ -75,9 +75,9 @@ def _must_be_of_its_type(key: str, target: Any, given: Mapping[str, Any]) -> Non
             kinds = get_type_hints(maker)
         except Exception:  # names that are there for a type checker only
             continue
-        for name in (name for name in given if name in kinds):
+        for name in (name for name in arguments if name in kinds):
             with suppress(PydanticUserError):  # of another kind than configs hold
-                checker(kinds[name])(f"{key}.{name}", given[name])
+                checker(kinds[name])(f"{key}.{name}", arguments[name])
 
 
 def parameters(target: Any) -> set[str]:
@@ -90,11 +90,13 @@ def _parameters(target: Any) -> Iterator[inspect.Parameter]:
     seen: set[str] = set()
     before: list[inspect.Parameter] = []  # the `**kwargs` of the class below
     for maker in makers:
-        found = inspect.signature(maker).parameters.values()
+        signature_parameters = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {each.name: each for each in found if each.kind in kinds and each.name not in seen | {"self"}}
+        named = {
+            each.name: each for each in signature_parameters if each.kind in kinds and each.name not in seen | {"self"}
+        }
         yield from named.values()
-        rest = [parameter for parameter in found if parameter.kind is parameter.VAR_KEYWORD]
+        rest = [parameter for parameter in signature_parameters if parameter.kind is parameter.VAR_KEYWORD]
         if len(makers) < 2:  # it takes the rest itself
             yield from rest
         if not rest:
@@ -128,12 +130,12 @@ def locate(key: str, target: str) -> Any:
         raise UserError(f"{key}={target}: {module} imports {error.name}, which is not installed") from None
     if not hasattr(holder, attribute):
         raise UserError(f"{key}={target}: {module} has no {attribute}")
-    found = getattr(holder, attribute)
+    located = getattr(holder, attribute)
     try:
-        inspect.signature(found)
+        inspect.signature(located)
     except (TypeError, ValueError):
         raise UserError(f"{key}={target}: can't be called with the keys of a config") from None
-    return found
+    return located
 
 
 def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float | str]) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _completed(key: str, config: Mapping[str, Any], numbers: Mapping[str, float 
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(target))
     odd = [name for name in options if name not in takes | OF_HYDRA]
     if odd and not anything:
-        near = unknown(odd[0], sorted(takes - set(numbers))) if len(odd) == 1 else ""
+        near = unknown_name_message(odd[0], sorted(takes - set(numbers))) if len(odd) == 1 else ""
         raise UserError(
             f"{', '.join(f'{key}.{name}' for name in odd)}: {target.__name__} takes no such option; "
             f"leave it out ({' '.join(f'~{key}.{name}' for name in odd)}){near and '; ' + near}"
@@ -167,5 +169,5 @@ def _value(key: str, value: Any, numbers: Mapping[str, float | str]) -> Any:
         return value
     name = value.removeprefix(LATER)
     if name not in numbers:
-        raise UserError(f"{key}={value}: {unknown(name, sorted(numbers))}")
+        raise UserError(f"{key}={value}: {unknown_name_message(name, sorted(numbers))}")
     return numbers[name]

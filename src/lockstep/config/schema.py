@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, with_config
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on only
 
-from lockstep.config.checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
+from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
 
 OURS = ConfigDict(extra="forbid", defer_build=True)  # `--help` and `--cfg` do without
 
@@ -147,7 +147,7 @@ class Sweep:
 
 
 @plain(frozen=True, kw_only=True)
-class Kept:
+class RunKeys:
     """The keys that a run needs as they are."""
 
     name: Name
@@ -186,7 +186,7 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True, config=OURS)
-class Keys(Kept):
+class Keys(RunKeys):
     """All keys, as they are given: those below become the run's layout."""
 
     data: Data

@@ -9,22 +9,22 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 
 EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # classes of Lightning's that need a package beside it
 
 
-def named(key: str, value: Any) -> Iterable[tuple[str, str]]:
+def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
     """Every `_target_` inside a value at any depth, as `(dotted key, target)`."""
     if isinstance(value, Mapping):
         if "_target_" in value:
             yield f"{key}._target_", str(value["_target_"])
         for name, part in value.items():
-            yield from named(f"{key}.{name}", part)
+            yield from targets_in(f"{key}.{name}", part)
     elif isinstance(value, list | tuple | set | frozenset):
         for part in value:
-            yield from named(key, part)
+            yield from targets_in(key, part)
 
 
 def check_target(key: str, target: str) -> None:
@@ -33,27 +33,27 @@ def check_target(key: str, target: str) -> None:
         raise UserError(f"{key}={target}: must be a dotted path such as project.models.MnistCNN")
     package = target.split(".")[0]
     try:
-        found = importlib.util.find_spec(package)
+        module_spec = importlib.util.find_spec(package)
     except ValueError:  # __main__, say, which is the program itself
-        found = None
-    if found is None:
+        module_spec = None
+    if module_spec is None:
         raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
     extra = EXTRAS.get(target.rpartition(".")[2])
     if extra and importlib.util.find_spec(extra) is None:
         raise UserError(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
 
 
-def must_be_named(path: Path, group: str, carried: Any, given: Any = None) -> None:
+def check_targets_named(path: Path, group: str, carried: Any, requested: Any = None) -> None:
     """Refuses what a file from elsewhere names in a group and the user's own config does not: neither in the files of
-    conf/, and of the folders that Hydra composes from besides, nor in what is `given` on the command line. Nothing of
-    it was imported."""
-    found = list(named(group, carried))
-    if not found:
+    conf/, and of the folders that Hydra composes from besides, nor in what is `requested` on the command line. Nothing
+    of it was imported."""
+    carried_targets = list(targets_in(group, carried))
+    if not carried_targets:
         return
     files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
-    parts = [given, *(_part(file, folder, group) for file, folder in files)]
-    allowed = {target for part in parts for _, target in named(group, part)}
-    for key, target in found:
+    parts = [requested, *(_part(file, folder, group) for file, folder in files)]
+    allowed = {target for part in parts for _, target in targets_in(group, part)}
+    for key, target in carried_targets:
         if target not in allowed:
             raise UserError(
                 f"{path}: its {key} is {target}, which no file of conf/{group} names: if you know where this "

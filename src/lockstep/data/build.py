@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lockstep.arithmetic.order import hash64
-from lockstep.config.checks import checker
 from lockstep.config.instantiate import instantiate
 from lockstep.config.schema import Data
+from lockstep.config.value_checks import checker
 from lockstep.data.augment import Augment
 from lockstep.data.datasets import Source, Spec, Splits, fetch, fingerprint, labels_of
 from lockstep.data.lightning_data import source_of
 from lockstep.data.transforms import image_of, moments, transformed
 from lockstep.errors import UserError
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.new_thread import in_new_thread
 
 check_data = checker(Data)
 
 
-@in_own_thread  # it calls user code, and the parent forks
+@in_new_thread  # it calls user code, and the parent forks
 def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits:
     """The splits of a data set, downloaded where that is needed and possible.
 
@@ -39,11 +39,13 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         UserError: missing, incomplete or damaged data, or an option out of range.
     """
     options = dict(check_data("data", config))
-    held, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
+    val_fraction, split_seed = options.pop("val_fraction", 0.1), options.pop("split_seed", 0)
     augment = Augment(**(options.pop("augment", None) or {}))
     listed = options.pop("transforms", None) or {}
     mix, alpha, sampling = (options.pop(name, None) for name in ("mix", "mix_alpha", "sampling"))
-    source = instantiate("data", options, data_dir=data_dir, seed=seed, val_fraction=held, split_seed=split_seed)
+    source = instantiate(
+        "data", options, data_dir=data_dir, seed=seed, val_fraction=val_fraction, split_seed=split_seed
+    )
     if isinstance(source, pl.LightningDataModule):
         source = source_of(source, split_seed)
     if not isinstance(source, Source):
@@ -59,7 +61,7 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
     if source.val is not None:
         train, val = source.train, source.val
     else:
-        train, val = hold_out(source.train, held, split_seed, source.held_out)
+        train, val = hold_out(source.train, val_fraction, split_seed, source.val_candidates)
     for name, dataset in (("training", train), ("test", source.test)):
         if dataset is not None and not len(dataset):
             raise UserError(f"data={config.get('name')}: there is no {name} image")
@@ -80,8 +82,8 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
 def make_transforms(part: str, listed: Mapping[str, Any], spec: Spec) -> list[Any]:
     """What `data.transforms.<part>` names."""
     numbers = {"channels": spec.channels, "image_size": spec.image_size}
-    found = enumerate(listed.get(part) or [])
-    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in found]
+    entries = enumerate(listed.get(part) or [])
+    return [instantiate(f"data.transforms.{part}[{number}]", each, **numbers) for number, each in entries]
 
 
 def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
@@ -123,20 +125,20 @@ def with_transforms(splits: Splits, listed: Mapping[str, Any]) -> Splits:
 
 def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's `data` group without what only training takes from it."""
-    kept = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
+    options = {key: value for key, value in config.items() if key not in ("mix", "mix_alpha", "sampling")}
     listed = (config.get("transforms") or {}).get("eval")
-    return {**kept, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else kept
+    return {**options, "transforms": {"train": listed, "eval": listed}} if "transforms" in config else options
 
 
 def as_evaluated(images: Any, config: Mapping[str, Any], spec: Spec) -> Any:
     """Images that are to be predicted, after the transforms of evaluation; `config` is the `data` group."""
     transforms = make_transforms("eval", config.get("transforms") or {}, spec)
-    found = transformed(images, transforms, "data.transforms.eval")
-    shape, wanted = tuple(found[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
+    processed = transformed(images, transforms, "data.transforms.eval")
+    shape, wanted = tuple(processed[0][0].shape), (spec.channels, spec.image_size, spec.image_size)
     if shape != wanted:
         sizes = [" x ".join(map(str, each)) for each in (shape, wanted)]
         raise UserError(f"data.transforms.eval: gives {sizes[0]} of these images, and the model takes {sizes[1]}")
-    return found
+    return processed
 
 
 def mixing(name: str | None, alpha: float | None, splits: Splits) -> Any:
@@ -169,12 +171,12 @@ def hold_out(dataset: Any, fraction: float, seed: int, as_evaluated: Any = None)
         return dataset, None
     samples = len(dataset)
     by_hash = np.argsort(hash64(seed, 0x5B117, np.arange(samples)), kind="stable")
-    held = max(1, round(fraction * samples))
-    if held >= samples:
+    val_size = max(1, round(fraction * samples))
+    if val_size >= samples:
         raise UserError(f"data.val_fraction={fraction:g}: of {samples} training images none would be left")
     if as_evaluated is None:
         as_evaluated = dataset
     if len(as_evaluated) != samples:
-        raise UserError(f"data: the Source's held_out has {len(as_evaluated)} samples, its train {samples}")
-    kept, taken = np.sort(by_hash[held:]), np.sort(by_hash[:held])
-    return Subset(dataset, kept), Subset(as_evaluated, taken)  # type: ignore[arg-type]
+        raise UserError(f"data: the Source's val_candidates has {len(as_evaluated)} samples, its train {samples}")
+    train_ids, val_ids = np.sort(by_hash[val_size:]), np.sort(by_hash[:val_size])
+    return Subset(dataset, train_ids), Subset(as_evaluated, val_ids)  # type: ignore[arg-type]

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
-from lockstep.data.datasets import Ids, Splits, base, labels_of
-from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
-from lockstep.data.on_device import Resident, place
+from lockstep.data.datasets import Ids, Splits, innermost_dataset, labels_of
+from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, chunks_of_rank, streams
+from lockstep.data.on_device import Resident, place_on_device
 from lockstep.launch.environment import environment
-from lockstep.launch.machine import cores_of_each
+from lockstep.launch.machine import cores_per_worker
 from lockstep.launch.signals import set_parent_death_signal
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -79,7 +79,7 @@ class DataModule(pl.LightningDataModule):
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            self._placed = place(self.splits, device, self.resident, free)
+            self._placed = place_on_device(self.splits, device, self.resident, free)
             if self._placed is not self.splits and self.rank == 0:
                 LOG.info("sets in memory lie on the GPU")
 
@@ -134,13 +134,13 @@ class DataModule(pl.LightningDataModule):
         return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
-        return own_chunks(len(dataset), self.layout, self.rank, self.trains)
+        return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
 
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
-        resident = isinstance(base(dataset.dataset), Resident)
+        resident = isinstance(innermost_dataset(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # another process would have to fetch from the GPU
         if workers is None and streams(dataset.dataset):
-            workers = min(8, cores_of_each(self.layout.world_size // self.layout.num_nodes))
+            workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
         return Loader(
             dataset,
             batch_sampler=sampler,
@@ -159,9 +159,9 @@ class DataModule(pl.LightningDataModule):
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
         """Fetch a piece of the step alone, for a device (its number over all nodes) of this process."""
-        found = self._steps().fetch_piece(step_batch, piece, device)
+        fetched = self._steps().fetch_piece(step_batch, piece, device)
         assert self.trainer is not None
-        return self.transfer_batch_to_device(found, self.trainer.strategy.root_device, 0).micro_batches[0]
+        return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
     def piece(self, split: str) -> Any:
         """The first samples of `train` or `test`, as many as a piece has, as a step of the module sees them."""

@@ -58,7 +58,7 @@ class Source:
 
     Images are uint8 `[C, H, W]`, normalised on the device; float ones are taken as they are. Without `val`, a part of
     `train` is held out; where `test` is None, nothing is tested. A `train` that augments its samples itself has a
-    `held_out`: the same samples in the same order as evaluation shall see them, from which that part is taken.
+    `val_candidates`: the same samples in the same order as evaluation shall see them, from which that part is taken.
     A run begins with what is said in `about`. `divided` says that the opener has cut all samples into train, val and
     test by itself: `evaluate.py` tests all of them where they are not those of the training.
     """
@@ -67,7 +67,7 @@ class Source:
     test: Any
     spec: Spec
     val: Any = None
-    held_out: Any = None
+    val_candidates: Any = None
     about: str = ""
     divided: bool = False
 
@@ -152,7 +152,7 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
-def base(dataset: Any) -> Any:
+def innermost_dataset(dataset: Any) -> Any:
     """What lies below subsets; a class derived from Subset, which may transform its samples, is none."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
@@ -177,13 +177,13 @@ def labels_of(dataset: Any) -> Ids:
     """
     if type(dataset) is Subset:
         return labels_of(dataset.dataset)[np.asarray(dataset.indices, dtype=np.int64)]
-    found = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
-    if found.shape != (len(dataset),) or found.dtype.kind not in "iu":
+    labels = np.asarray(getattr(dataset, "labels", getattr(dataset, "targets", ())))
+    if labels.shape != (len(dataset),) or labels.dtype.kind not in "iu":
         raise UserError(
             f"data: a {type(dataset).__name__} can't say its labels; give it an attribute labels or targets, a whole "
             "number for each sample"
         )
-    return found.astype(np.int64)
+    return labels.astype(np.int64)
 
 
 def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
@@ -198,18 +198,18 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
         dataset, ids = dataset.dataset, np.asarray(dataset.indices)[ids]
     batched = hasattr(dataset, "__getitems__")
     if not vars(type(dataset)).get("draws", True):
-        found = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
-        return _collated(dataset, found) if isinstance(found, list) else found
+        samples = dataset.__getitems__(ids) if batched else [dataset[index] for index in ids.tolist()]
+        return _collated(dataset, samples) if isinstance(samples, list) else samples
     items = []
     with isolate_rng(include_cuda=False):
         for at, key in enumerate(hash64(seed, 0x5A3B, epoch, ids).tolist()):
             random.seed(key)
             np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002  what people's transforms draw from
             torch.random.default_generator.manual_seed(key >> 1)
-            found = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
-            if not isinstance(found, list):
+            samples = dataset.__getitems__(ids[at : at + 1]) if batched else [dataset[int(ids[at])]]
+            if not isinstance(samples, list):
                 return dataset.__getitems__(ids)
-            items += found
+            items += samples
     return _collated(dataset, items)
 
 

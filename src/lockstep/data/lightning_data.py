@@ -22,7 +22,7 @@ from torch.utils.data import (
 from lockstep.data.datasets import Source, Spec, fetch, labels_of
 from lockstep.data.transforms import moments
 from lockstep.errors import UserError
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
 UNCALLED = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -56,9 +56,9 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
     """
     name = type(module).__name__
     for hook in UNCALLED:
-        if overrides(module, hook, pl.LightningDataModule):
+        if overrides_method(module, hook, pl.LightningDataModule):
             raise UserError(f"data: the {hook} of {name} would not be called: give it to the LightningModule")
-    if not overrides(module, "train_dataloader", pl.LightningDataModule):
+    if not overrides_method(module, "train_dataloader", pl.LightningDataModule):
         raise UserError(f"data: {name} has no train_dataloader")
     sets = {"train": None, "val": None, "test": None}
     with isolate_rng(include_cuda=False):
@@ -74,7 +74,7 @@ def source_of(module: pl.LightningDataModule, split_seed: int) -> Source:
 
 def _dataset(module: pl.LightningDataModule, method: str) -> Any:
     """The data set behind a loader; None where there is no loader."""
-    loader = getattr(module, method)() if overrides(module, method, pl.LightningDataModule) else None
+    loader = getattr(module, method)() if overrides_method(module, method, pl.LightningDataModule) else None
     if loader is None or (isinstance(loader, list | tuple) and not loader):
         return None
     where = f"data: the {method} of {type(module).__name__}"

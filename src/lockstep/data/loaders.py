@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, get_worker_info
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder, chunks, cuts
 from lockstep.data.augment import Augment
-from lockstep.data.datasets import ArrayDataset, Ids, base, fetch
+from lockstep.data.datasets import ArrayDataset, Ids, fetch, innermost_dataset
 from lockstep.data.on_device import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
@@ -90,7 +90,7 @@ class StepDataset:
 
     def __getitems__(self, at: Step) -> StepBatch:
         loader_process = get_worker_info() is not None  # they may be many, each has its own memory, and nobody waits
-        if loader_process or type(base(self.dataset)) not in (ArrayDataset, Resident):
+        if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
         if at not in self._gathered:
             self._gathered = self._gather(*at)
@@ -111,14 +111,16 @@ class StepDataset:
 
     def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
         """The step `index`, and those after it that are gathered with it."""
-        order, image = self.order, base(self.dataset).images[0]
+        order, image = self.order, innermost_dataset(self.dataset).images[0]
         samples = -(-order.layout.batch_size // order.layout.replicas)
         together = max(1, GATHERED // (image.nbytes * samples))
         last = min(index + together, order.steps_per_epoch)
-        found = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
-        micro_batches = [micro_batch for step_batch in found.values() for micro_batch in step_batch.micro_batches]
+        step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
+        micro_batches = [
+            micro_batch for step_batch in step_batches.values() for micro_batch in step_batch.micro_batches
+        ]
         if not micro_batches:
-            return found
+            return step_batches
         sizes = [len(micro_batch.ids) for micro_batch in micro_batches]
         ids = np.concatenate([micro_batch.ids for micro_batch in micro_batches])
         parts = (part.split(sizes) for part in fetch(self.dataset, ids))
@@ -127,9 +129,9 @@ class StepDataset:
         epochs = np.concatenate([micro_batch.epochs for micro_batch in micro_batches])
         draws = self.augment.draws(order.seed, epochs, ids)
         if draws is not None:
-            for micro_batch, own in zip(micro_batches, draws.split(sizes), strict=True):
-                micro_batch.draws = own
-        return found
+            for micro_batch, micro_draws in zip(micro_batches, draws.split(sizes), strict=True):
+                micro_batch.draws = micro_draws
+        return step_batches
 
     def _step_batch(self, epoch: int, index: int) -> StepBatch:
         """Who computes which samples of a step; they are still to be fetched. Pieces without a sample are left out."""
@@ -140,7 +142,7 @@ class StepDataset:
         def has_data(micro_batches: list[tuple[int, int]]) -> bool:
             return any(len(pieces[piece]) for _, piece in micro_batches)
 
-        own = [
+        local_batches = [
             self._micro_batch(epoch, pieces[piece], piece, device)
             for device, piece in self.micro_batches
             if len(pieces[piece])
@@ -149,7 +151,7 @@ class StepDataset:
         all_ranks_have_data = nonempty == len(pieces) or all(
             has_data(order.layout.micro_batches(rank)) for rank in range(order.layout.replicas)
         )
-        return StepBatch(own, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
+        return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
     def _micro_batch(self, epoch: int, taken: Ids, piece: int, device: int) -> MicroBatch:
         repeats, ids = np.divmod(taken, self.order.samples)
@@ -183,7 +185,7 @@ class ChunkDataset:
         return fetch(self.dataset, np.arange(ids.start, ids.stop))
 
 
-def own_chunks(samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
+def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True) -> list[Chunk]:
     """The run of neighbouring chunks that a process evaluates; empty where there are fewer chunks than processes.
 
     Over all processes every sample is in one chunk. A chunk's size is the same on every layout with the same
@@ -201,6 +203,6 @@ def own_chunks(samples: int, layout: Layout, rank: int, trains: bool = True) -> 
 def streams(dataset: Any) -> bool:
     """Whether loader processes pay: a class says so by `streams`; else where samples are made one by one, and processes
     are forked, so that they need not find its classes and functions again."""
-    found = base(dataset)
-    in_memory = hasattr(found, "__getitems__") or isinstance(found, Sequence | TensorDataset)
-    return bool(getattr(found, "streams", sys.platform == "linux" and not in_memory))
+    innermost = innermost_dataset(dataset)
+    in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)
+    return bool(getattr(innermost, "streams", sys.platform == "linux" and not in_memory))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from lockstep.config.checks import show
-from lockstep.data.datasets import ArrayDataset, Ids, Splits, base
+from lockstep.config.value_checks import show
+from lockstep.data.datasets import ArrayDataset, Ids, Splits, innermost_dataset
 from lockstep.errors import UserError
 
 MIB = 1 << 20
@@ -30,7 +30,7 @@ class Resident(ArrayDataset):
         return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
-def place(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:
+def place_on_device(splits: Splits, device: torch.device, choice: bool | str, free: float) -> Splits:
     """The splits with their sets in memory on `device`, each once; others stay where they are.
 
     Only plain `ArrayDataset`s are moved: what a class of the user's own does with its arrays is not known.
@@ -45,18 +45,22 @@ def place(splits: Splits, device: torch.device, choice: bool | str, free: float)
     if choice is False:
         return splits
     parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
-    held = {id(base(part)): base(part) for part in parts.values() if type(base(part)) is ArrayDataset}
-    size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in held.values())
-    if choice is True and not held:
+    in_memory = {
+        id(innermost_dataset(part)): innermost_dataset(part)
+        for part in parts.values()
+        if type(innermost_dataset(part)) is ArrayDataset
+    }
+    size = sum(dataset.images.nbytes + dataset.labels.nbytes for dataset in in_memory.values())
+    if choice is True and not in_memory:
         raise UserError("speed.resident=true: no set of this data is in memory, as an ArrayDataset; resident=auto")
     if size > free:
         sizes = f"the sets take {size / MIB:.0f} MiB, and {device} has {free / MIB:.0f} free"
         raise UserError(f"speed.resident={show(choice)}: {sizes}: resident=false")
-    there: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in held.items()}
-    return replace(splits, **{name: _moved(part, there) for name, part in parts.items()})
+    resident: dict[int, Any] = {key: Resident(dataset, device) for key, dataset in in_memory.items()}
+    return replace(splits, **{name: _moved(part, resident) for name, part in parts.items()})
 
 
-def _moved(dataset: Any, there: dict[int, Any]) -> Any:
+def _moved(dataset: Any, resident: dict[int, Any]) -> Any:
     if type(dataset) is Subset:
-        return Subset(_moved(dataset.dataset, there), dataset.indices)
-    return there.get(id(dataset), dataset)
+        return Subset(_moved(dataset.dataset, resident), dataset.indices)
+    return resident.get(id(dataset), dataset)

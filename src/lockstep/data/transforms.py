@@ -90,5 +90,5 @@ def moments(transforms: Sequence[Any]) -> Moments:
     from torchvision.transforms import Normalize, v2
 
     kinds = (Normalize, v2.Normalize)
-    found = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
-    return found[-1] if found else ((0.0,), (1.0,))
+    moments_of_each = [(tuple(each.mean), tuple(each.std)) for each in transforms if isinstance(each, kinds)]
+    return moments_of_each[-1] if moments_of_each else ((0.0,), (1.0,))

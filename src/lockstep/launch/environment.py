@@ -1,6 +1,6 @@
 """What has started this process, and its place in the run: read from the environment once.
 
-On one machine our own parent (launch/agent.py) starts workers. On several an engine has started them, and each engine
+On one machine our own parent (launch/parent.py) starts workers. On several an engine has started them, and each engine
 has its own variables for rank and world size:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*          also our own workers: the parent sets the same
@@ -64,8 +64,8 @@ class Environment:
     slurm_task: int  # its number in there
     slurm_restarts: int  # times that SLURM has started the job again
     slurm_nodes: str  # the hosts of this step, as SLURM writes them
-    own_cores: bool  # whether SLURM has given this worker cores of its own
-    own_gpu: bool  # and whether a GPU, so that it sees no other one
+    dedicated_cores: bool  # whether SLURM has given this worker cores of its own
+    dedicated_gpu: bool  # and whether a GPU, so that it sees no other one
 
     @property
     def started_by(self) -> str:
@@ -83,13 +83,13 @@ class Environment:
 @cache
 def environment() -> Environment:
     """This process's environment, as it was at the first call."""
-    return read(os.environ)
+    return read_environment(os.environ)
 
 
 os.register_at_fork(after_in_child=environment.cache_clear)  # a worker gets its rank after it was forked
 
 
-def read(variables: Mapping[str, str]) -> Environment:
+def read_environment(variables: Mapping[str, str]) -> Environment:
     """Return the place in a run that some environment variables describe."""
     launcher, names = _dialect(variables)
 
@@ -116,8 +116,8 @@ def read(variables: Mapping[str, str]) -> Environment:
         slurm_task=int(variables.get("SLURM_PROCID", "0")),
         slurm_restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
         slurm_nodes=variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_JOB_NODELIST", "")),
-        own_cores=task and "SLURM_CPUS_PER_TASK" in variables,
-        own_gpu=task and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
+        dedicated_cores=task and "SLURM_CPUS_PER_TASK" in variables,
+        dedicated_gpu=task and variables.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1",
     )
 
 
@@ -174,7 +174,7 @@ def refuse_unread(variables: Mapping[str, str]) -> None:
     if launcher == "env" and not (rank.isdecimal() and int(rank) < int(world_size)):
         raise UserError(f"RANK={rank}: must be one of 0 to {int(world_size) - 1}, since WORLD_SIZE={world_size}")
     if launcher is None:
-        known = {sign for (_, sign), own in DIALECTS.items() if own[1] in variables}
+        known = {sign for (_, sign), variable_names in DIALECTS.items() if variable_names[1] in variables}
         unread = [name for name in UNREAD if name in variables and name not in known]
         unread += ["WORLD_SIZE"] * (world_size not in ("", "1"))
         slurm = "SLURM_STEP_NUM_TASKS" in variables  # which counts the tasks, whatever else is set

@@ -31,17 +31,17 @@ HARMLESS = (
 )
 
 
-def file_of(rank: int) -> str:
+def log_file_name(rank: int) -> str:
     """The name of a rank's log in the run folder."""
     return f"rank_{rank}.log" if rank else "train.log"
 
 
-def configure(folder: Path, rank: int) -> None:
+def configure_logging(folder: Path, rank: int) -> None:
     """Sends this process's messages to its file in the run folder, and rank zero's own to the console too.
 
     Warnings and Lightning's notices go to the file only, without HARMLESS: what a user must know, Lockstep says itself.
     """
-    path = (folder / file_of(rank)).absolute()
+    path = (folder / log_file_name(rank)).absolute()
     if environment().scratch:  # the parent finds the log there
         with suppress(FileExistsError):
             Path(environment().scratch, f"log_{rank}").symlink_to(path)
@@ -82,14 +82,14 @@ def _thread_failed(args: threading.ExceptHookArgs) -> None:
 
 
 @contextmanager
-def failure_told() -> Iterator[None]:
+def log_failure() -> Iterator[None]:
     """What ends a run by surprise stands in its log, with the whole traceback."""
     try:
         yield
     except (UserError, Interrupted):
         raise
     except BaseException as error:
-        if logging.root.handlers:  # see configure
+        if logging.root.handlers:  # see configure_logging
             logging.root.error("the run failed", exc_info=error)
         raise
 
@@ -108,7 +108,7 @@ def stack_on_demand(rank: int) -> Iterator[None]:
             faulthandler.unregister(signal.SIGQUIT)
 
 
-def stack_written(scratch: str, rank: int, seconds: float) -> str:
+def read_stack(scratch: str, rank: int, seconds: float) -> str:
     """Return the stack that a worker writes on demand, as soon as it is there, and append it to the worker's log.
 
     Args:

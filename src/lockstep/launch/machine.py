@@ -19,35 +19,35 @@ from lockstep.launch.environment import environment
 BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # Linux's names for a processor's instructions: of x86, x86, ARM
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Of the CPU, that this process may use; of a container that is limited to 1.5 of them, 2."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.ceil(min([there, *limits()])))
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min([available, *cgroup_cpu_limits()])))
 
 
-def limits(told: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[float]:
+def cgroup_cpu_limits(cgroup_file: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[float]:
     """Cores that each control group of this process limits its time to, see cgroups(7); none, where none does."""
-    found: list[float] = []
+    quotas: list[float] = []
     with suppress(OSError):
-        for line in Path(told).read_text().splitlines():
+        for line in Path(cgroup_file).read_text().splitlines():
             _, kinds, path = line.split(":", 2)  # no kinds: version 2
             for group in (PurePath(path), *PurePath(path).parents) if not kinds or "cpu" in kinds.split(",") else ():
                 folder = Path(root, "cpu" * bool(kinds), str(group).lstrip("/"))  # a container sees only its own, as /
                 files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else ("cpu.max",)
                 with suppress(OSError, ValueError):  # max: as much as there is
                     quota, period = map(int, " ".join((folder / file).read_text() for file in files).split())
-                    found += [quota / period] if quota > 0 else []
-    return found
+                    quotas += [quota / period] if quota > 0 else []
+    return quotas
 
 
-def cores_of_each(workers: int) -> int:
+def cores_per_worker(workers: int) -> int:
     """Cores for each of this machine's workers. A task of SLURM's with cores of its own has these."""
-    return cores() if environment().own_cores else max(1, cores() // workers)
+    return available_cores() if environment().dedicated_cores else max(1, available_cores() // workers)
 
 
 def cpu_cap() -> int:
     """Workers that one machine is asked to carry on its CPU: 4 a core, and 8 on any machine."""
-    return max(8, 4 * cores())
+    return max(8, 4 * available_cores())
 
 
 def gpu_count() -> int:
@@ -56,7 +56,7 @@ def gpu_count() -> int:
         return 0
     import torch
 
-    return _asked_in_child(torch.cuda.device_count)
+    return _call_in_child(torch.cuda.device_count)
 
 
 def hide_gpu(index: int) -> None:
@@ -80,13 +80,13 @@ def computes_bf16(accelerator: str, cpuinfo: str = "/proc/cpuinfo") -> bool:
 def _gpus_compute_bf16() -> bool:
     import torch
 
-    def found() -> bool:
+    def all_support_bf16() -> bool:
         return all(torch.cuda.get_device_capability(device) >= (8, 0) for device in range(torch.cuda.device_count()))
 
-    return bool(_asked_in_child(found))
+    return bool(_call_in_child(all_support_bf16))
 
 
-def _asked_in_child(question: Callable[[], int]) -> int:
+def _call_in_child(question: Callable[[], int]) -> int:
     """A small number that torch knows of CUDA, 0 where it fails to answer: the question may touch CUDA, which would
     forbid the launcher to fork. NVML can tell the number of GPUs without, but not that of a GPU's parts (MIG)."""
     import torch

@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
 
 
-def resolved(host: str, port: int) -> str:
+def resolve_address(host: str, port: int) -> str:
     """The address that a host's name stands for here.
 
     A machine's own name may stand for a loopback address (Debian's /etc/hosts), which is of no use to others: then it
@@ -28,23 +28,23 @@ def resolved(host: str, port: int) -> str:
     meant = host == address or host.startswith("localhost")
     if meant or not ip_address(address).is_loopback:
         return address
-    found = sorted({own for _, own in _interfaces() if not ip_address(own).is_loopback})
-    if len(found) != 1:
-        there = f"has {', '.join(found)}" if found else "has none else"
+    addresses = sorted({candidate for _, candidate in _interfaces() if not ip_address(candidate).is_loopback})
+    if len(addresses) != 1:
+        alternatives = f"has {', '.join(addresses)}" if addresses else "has none else"
         raise UserError(
-            f"{host}: stands for {address} here, which others can't reach; give an address: this machine {there}"
+            f"{host}: stands for {address} here, which others can't reach; give an address: this machine {alternatives}"
         )
-    return found[0]
+    return addresses[0]
 
 
 def interface_towards(address: str) -> str | None:
     """The network interface that leads to an IPv4 address; None where that can't be told."""
     with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
-        own = str(probe.getsockname()[0])
-        if ip_address(own).is_loopback:
+        local_address = str(probe.getsockname()[0])
+        if ip_address(local_address).is_loopback:
             return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        return next((name for name, found in _interfaces() if found == own), None)
+        return next((name for name, interface_address in _interfaces() if interface_address == local_address), None)
     return None
 
 
@@ -54,16 +54,16 @@ def _interfaces() -> list[tuple[str, str]]:
         return []
     import fcntl
 
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    interfaces = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # one without an address
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.append((name, socket.inet_ntoa(answer[20:24])))
-    return found
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                interfaces.append((name, socket.inet_ntoa(answer[20:24])))
+    return interfaces
 
 
-def bound(address: str, port: int = 0) -> socket.socket:
+def bind_socket(address: str, port: int = 0) -> socket.socket:
     """A socket on a port (0: a free one) that hears who connects to this address, and to no other one of this
     machine."""
     return socket.create_server((address, port), family=_family(address))

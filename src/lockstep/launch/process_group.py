@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch.environment import LAUNCHER, environment, export, external_workers
-from lockstep.launch.network import LOOPBACK, bound, interface_towards, resolved
+from lockstep.launch.network import LOOPBACK, bind_socket, interface_towards, resolve_address
 from lockstep.text import join_names
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 T = TypeVar("T")
-JOINING = timedelta(minutes=10)  # in which the workers of an engine must be there
-NAMING = 3.0  # seconds in which ranks that waited in vain say so to each other
+JOIN_TIMEOUT = timedelta(minutes=10)  # in which the workers of an engine must be there
+NAMING_SECONDS = 3.0  # seconds in which ranks that waited in vain say so to each other
 _stores: "list[Store]" = []  # the default group's; torch has no public getter
 
 
-def store_socket() -> socket.socket:
+def open_store_socket() -> socket.socket:
     """Return a listening socket for the store of one machine's workers; the parent makes it before it forks.
 
     Raises:
         UserError: nobody can reach it. torch would try for an hour.
     """
-    listener = bound(LOOPBACK)
+    listener = bind_socket(LOOPBACK)
     try:
         socket.create_connection(listener.getsockname()[:2], timeout=10).close()
     except OSError as error:
@@ -44,7 +44,7 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
     """Start the default process group of workers that our parent has forked. Rank zero serves the store.
 
     Args:
-        listener: of `store_socket`, the same in all workers.
+        listener: of `open_store_socket`, the same in all workers.
         timeout: seconds after which a collective that a rank does not join fails.
     """
     import torch
@@ -55,13 +55,13 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
         torch.cuda.set_device(environment().local_rank)
     wait = timedelta(seconds=timeout)
     if environment().rank == 0:
-        store = _served(listener, wait)
+        store = _serve_store(listener, wait)
     else:
         port = listener.getsockname()[1]
         listener.close()
         store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
     _use_interface(LOOPBACK, several=False)
-    _start(gpu, store, wait)
+    _init_process_group(gpu, store, wait)
 
 
 def join_external() -> None:
@@ -82,27 +82,27 @@ def join_external() -> None:
         if LAUNCHER not in os.environ:  # the group is older than this run
             hosts = [""] * dist.get_world_size()
             dist.all_gather_object(hosts, platform.node())
-            _take_place(hosts, environment().master_addr or LOOPBACK, environment().master_port)
+            _export_rank_variables(hosts, environment().master_addr or LOOPBACK, environment().master_port)
         return
     here, world = environment(), environment().world_size
     address, port = here.master_addr or _address_of_rank_zero(), here.master_port
-    address = resolved(address, port)
+    address = resolve_address(address, port)
     _use_interface(address, several=here.num_nodes > 1)
-    agent = _agents_store()
+    agent = _connect_to_agent_store()
     if here.rank == 0:
-        store = _served(_listener(address, 0 if agent else port), JOINING)
+        store = _serve_store(_open_store_listener(address, 0 if agent else port), JOIN_TIMEOUT)
         if agent:
             agent.set("port", str(store.port))
     else:
-        port = _port(agent, address) if agent else port
-        store = TCPStore(address, port, world, timeout=JOINING, wait_for_workers=False)
+        port = _wait_for_store_port(agent, address) if agent else port
+        store = TCPStore(address, port, world, timeout=JOIN_TIMEOUT, wait_for_workers=False)
     store.set(f"host/{here.rank}", platform.node())
     hosts = [store.get(f"host/{rank}").decode() for rank in range(world)]
-    _take_place(hosts, address, port)
+    _export_rank_variables(hosts, address, port)
     gpu = torch.cuda.is_available()
     if gpu and environment().local_rank < torch.cuda.device_count():  # who has none is refused later
         torch.cuda.set_device(environment().local_rank)
-    _start(gpu, store, JOINING)
+    _init_process_group(gpu, store, JOIN_TIMEOUT)
 
 
 def use_timeout(seconds: float) -> None:
@@ -122,10 +122,10 @@ def _address_of_rank_zero() -> str:
     return LOOPBACK
 
 
-def _listener(address: str, port: int) -> socket.socket:
+def _open_store_listener(address: str, port: int) -> socket.socket:
     """A socket for rank zero's store, on this address only, where torch would listen on all that the machine has."""
     try:
-        return bound(address, port)
+        return bind_socket(address, port)
     except OSError as error:
         raise UserError(
             f"rank zero can't listen at {address}:{port} ({error.strerror}): MASTER_ADDR must be an address of its "
@@ -133,7 +133,7 @@ def _listener(address: str, port: int) -> socket.socket:
         ) from None
 
 
-def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
+def _serve_store(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     from torch.distributed import TCPStore
 
     address, port, *_ = listener.getsockname()
@@ -142,13 +142,13 @@ def _served(listener: socket.socket, timeout: timedelta) -> "TCPStore":
     )
 
 
-def _take_place(hosts: Sequence[str], address: str, port: int) -> None:
+def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> None:
     """Write this worker's place in torchrun's variables; where the engine does not count the workers of a machine,
     the names of the ranks' hosts do."""
     here = environment()
     same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
     counted_by_engine = here.local_world_size > 0
-    alone = here.own_gpu  # it sees one GPU, so to torch it is a machine
+    alone = here.dedicated_gpu  # it sees one GPU, so to torch it is a machine
     machine = here.rank if alone else list(dict.fromkeys(hosts)).index(platform.node())
     export(
         RANK=str(here.rank),
@@ -163,7 +163,7 @@ def _take_place(hosts: Sequence[str], address: str, port: int) -> None:
     )
 
 
-def _start(gpu: bool, store: "Store", timeout: timedelta) -> None:
+def _init_process_group(gpu: bool, store: "Store", timeout: timedelta) -> None:
     import torch.distributed as dist
 
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -181,10 +181,10 @@ def _use_interface(address: str, several: bool) -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
 
 
-def _port(agent: "Store", address: str) -> int:
+def _wait_for_store_port(agent: "Store", address: str) -> int:
     """That of rank zero's store, as soon as somebody listens: what is published first may be the port of a group that
     died."""
-    deadline = time.monotonic() + JOINING.total_seconds()
+    deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
         port = int(agent.get("port"))
         try:
@@ -196,7 +196,7 @@ def _port(agent: "Store", address: str) -> int:
             time.sleep(0.05)
 
 
-def _agents_store() -> "Store | None":
+def _connect_to_agent_store() -> "Store | None":
     """Its workers' part of the store of the agent that started this one, which outlives a group; None where rank zero
     must keep a store."""
     from torch.distributed import PrefixStore, TCPStore
@@ -204,7 +204,7 @@ def _agents_store() -> "Store | None":
     here = environment()
     if not here.agent_store:
         return None
-    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOINING)
+    store = TCPStore(here.master_addr, here.master_port, is_master=False, timeout=JOIN_TIMEOUT)
     return PrefixStore(f"lockstep/{here.run_id}", store)
 
 
@@ -234,35 +234,36 @@ def is_timeout(error: BaseException) -> bool:
     return re.search(r"[Tt]imed out|[Tt]imeout", str(error)) is not None
 
 
-def ranks_that_hang(timeout: float) -> str:
+def hanging_ranks_message(timeout: float) -> str:
     """Return a line that names the ranks which did not arrive at a collective, after one has timed out here.
 
     Each rank that waited writes a key into the group's store; those without a key did not arrive.
     """
-    found: list[set[int]] = []
-    asking = threading.Thread(target=lambda: found.append(_silent_ranks()), daemon=True)
-    asking.start()
-    asking.join(2 * NAMING)
-    return did_not_arrive(sorted(found[0] if found else {0}), timeout)  # a stopped rank zero serves the store no more
+    missing: list[set[int]] = []
+    search = threading.Thread(target=lambda: missing.append(_find_missing_ranks()), daemon=True)
+    search.start()
+    search.join(2 * NAMING_SECONDS)
+    # A stopped rank zero serves the store no more.
+    return missing_ranks_message(sorted(missing[0] if missing else {0}), timeout)
 
 
-def did_not_arrive(ranks: Sequence[int], timeout: float, where: str = "") -> str:
+def missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
     """Return a line that names ranks which hang; `where` says more, if it is known."""
     who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
     cause = where or "it hangs or is stopped, or a link is cut"
     return f"{who} did not arrive within {timeout:g} s (hang_timeout): {cause}"
 
 
-def _silent_ranks() -> set[int]:
+def _find_missing_ranks() -> set[int]:
     import torch.distributed as dist
 
     missing = set(range(dist.get_world_size()))
     if not _stores:  # the group existed before us
         return set()
-    store, until = _stores[0], time.monotonic() + NAMING
+    store, until = _stores[0], time.monotonic() + NAMING_SECONDS
     missing.discard(dist.get_rank())
     try:
-        store.set_timeout(timedelta(seconds=NAMING))
+        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
         store.set(f"arrived/{dist.get_rank()}", "")
         while missing and time.monotonic() < until:
             missing -= {rank for rank in missing if store.check([f"arrived/{rank}"])}
@@ -272,20 +273,20 @@ def _silent_ranks() -> set[int]:
     return missing
 
 
-def rank_zero_ends_with(line: str) -> bool:
+def rank_zero_prints(line: str) -> bool:
     """Whether this rank need not print its last line, because rank zero ends with the same one. What all ranks refuse
     is printed once, and what one of them meets by itself is printed by that one."""
     if external_workers() <= 1 or not _stores:
         return False
     from torch.distributed import DistError
 
-    store, own, line = _stores[0], environment().rank, line.partition("\n")[0]
+    store, this_rank, line = _stores[0], environment().rank, line.partition("\n")[0]
     others = [f"line/{rank}" for rank in range(1, environment().world_size)]
     try:
-        store.set_timeout(timedelta(seconds=NAMING))
-        if own:
+        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
+        if this_rank:
             same = store.get("line/0").decode() == line
-            store.set(f"line/{own}", "read")
+            store.set(f"line/{this_rank}", "read")
             return same
         store.set("line/0", line)
         store.wait(others)  # rank zero serves the store, so it ends last
@@ -294,7 +295,7 @@ def rank_zero_ends_with(line: str) -> bool:
     return False
 
 
-def all_come(what: str, seconds: float) -> bool:
+def barrier_with_timeout(what: str, seconds: float) -> bool:
     """Whether all ranks call this with the same words within so many seconds. Those that don't are not held up."""
     from torch.distributed import DistError
 
@@ -312,12 +313,12 @@ def all_come(what: str, seconds: float) -> bool:
 # --- values of ranks ---
 
 
-def of_rank_zero(value: T) -> T:
+def broadcast_from_rank_zero(value: T) -> T:
     """Rank zero's value, in a worker; of a process that is no worker, its own."""
-    return of_ranks(value)[0]
+    return gather_objects(value)[0]
 
 
-def of_ranks(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """All ranks' values, by rank, in a worker; of a process that is no worker, its own."""
     import torch.distributed as dist
 

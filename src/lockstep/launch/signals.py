@@ -34,7 +34,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal 
 USER = (signal.SIGUSR1, signal.SIGUSR2)
 PASSED_ON = (*ENDING, *USER)
 pending_signals: list[int] = []  # the signals that this worker was sent so far
-_of_program: dict[int, Any] = {}  # the handlers that a program around the run had, when the run put its own there
+_earlier_handlers: dict[int, Any] = {}  # the handlers that a program around the run had, when the run put its own there
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
@@ -48,14 +48,14 @@ def ignores_hangup(signum: int = signal.SIGHUP) -> bool:
 
 
 @contextmanager
-def handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
+def signal_handler(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
     """While it lasts, signals are this handler's; SIGHUP stays ignored where it is, under nohup. Only a main thread has
     handlers: in another one (Ray Train runs a worker's function in one) whoever has that thread answers them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, handler) for number in signals if not ignores_hangup(number)}
-    _of_program.update(before)
+    _earlier_handlers.update(before)
     try:
         yield
     finally:
@@ -74,14 +74,14 @@ def ending_signals() -> tuple[int, ...]:
 
 def call_earlier_handler(signum: int) -> None:
     """Call the handler that the program around a run has for the signal which ended it, once the run has saved."""
-    handler = _of_program.get(signum)
-    own = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
-    if callable(handler) and not own:
+    handler = _earlier_handlers.get(signum)
+    is_ours = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
+    if callable(handler) and not is_ours:
         handler(signum, None)
 
 
 @contextmanager
-def forwarding() -> Iterator[list[int]]:
+def forward_signals() -> Iterator[list[int]]:
     """While workers run, the parent passes signals on: those that end a run ask the workers to save and end, SIGUSR1
     elsewhere to save and continue; a second Ctrl-C kills them. Yields the list of the ending signals received so
     far."""
@@ -91,41 +91,42 @@ def forwarding() -> Iterator[list[int]]:
     def handler(signum: int, frame: FrameType | None) -> None:
         if signum in ending:
             if signal.SIGINT in received and signum == signal.SIGINT:
-                tell_children(signal.SIGKILL)
+                signal_children(signal.SIGKILL)
                 raise Interrupted(signum)
             received.append(signum)
             if signum == signal.SIGINT:
-                say_ending()
-        tell_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
+                print_ending()
+        signal_children(signal.SIGTERM if signum in ending else signal.SIGUSR1)
 
-    with handling(handler, *{*ending, signal.SIGUSR1}):
+    with signal_handler(handler, *{*ending, signal.SIGUSR1}):
         yield received
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """A process that is started in here gets its signals when it has handlers of its own and calls `let_in`: Python
-    forgets what comes before a fork's first line. To this process they may come all the same, by another thread."""
+def block_signals() -> Iterator[None]:
+    """A process that is started in here gets its signals when it has handlers of its own and calls `unblock_signals`:
+    Python forgets what comes before a fork's first line. To this process they may come all the same, by another
+    thread."""
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:
         yield
     finally:
-        let_in()
+        unblock_signals()
 
 
-def let_in() -> None:
-    """See `held`."""
+def unblock_signals() -> None:
+    """See `block_signals`."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
-def say_ending() -> None:
+def print_ending() -> None:
     """Answers the first Ctrl-C. Past Python's streams: a signal handler may interrupt them."""
     with suppress(OSError):
         newline = "\n" * os.isatty(2)  # after the ^C
         os.write(2, f"{newline}SIGINT: saving and ending; once more ends at once\n".encode())
 
 
-def tell_children(signum: int) -> None:
+def signal_children(signum: int) -> None:
     """Sends a signal to what this process has started with multiprocessing."""
     for child in multiprocessing.active_children():
         if child.pid:
@@ -145,7 +146,7 @@ def set_parent_death_signal(parent: int) -> None:
 def end_children() -> None:
     """Ends the loader processes of a worker that is done. They ignore SIGTERM, which is how multiprocessing would ask
     them at exit, and then wait for them for ever."""
-    with handling(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
+    with signal_handler(lambda *_: None, signal.SIGCHLD):  # torch's handler raises when a loader process is killed
         children = [child for child in multiprocessing.active_children() if child.daemon]
         for child in children:
             child.kill()

@@ -15,15 +15,15 @@ def restarted() -> bool:
     return environment().slurm_job is not None and environment().slurm_restarts > 0
 
 
-def folder(runs: Path, overrides: Iterable[object]) -> Path | None:
+def folder_of_job(runs: Path, overrides: Iterable[object]) -> Path | None:
     """The folder in `runs` of this job's run with these overrides: the same one each time that the job is started. None
     without a job, and where a command that is given twice in one life of the job has been there before."""
     job = environment().slurm_job
     if job is None:
         return None
     of_command = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
-    own = runs / f"slurm_{job}_{of_command}"
-    return own if restarted() or not own.exists() else None
+    job_folder = runs / f"slurm_{job}_{of_command}"
+    return job_folder if restarted() or not job_folder.exists() else None
 
 
 def worked_on(run: Path) -> bool:

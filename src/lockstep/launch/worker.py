@@ -13,17 +13,17 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.endings import Outcome, WorkerFailed, outcome_of, own_words, users_line
 from lockstep.launch.environment import LAUNCHER, environment, export
 from lockstep.launch.network import LOOPBACK
-from lockstep.launch.process_group import did_not_arrive, is_lost_rank, is_timeout, join_group, leave_group
-from lockstep.launch.signals import Interrupted, end_children, let_in, record_signal, set_parent_death_signal
+from lockstep.launch.outcomes import Outcome, WorkerFailed, first_line, outcome_of, user_code_location
+from lockstep.launch.process_group import is_lost_rank, is_timeout, join_group, leave_group, missing_ranks_message
+from lockstep.launch.signals import Interrupted, end_children, record_signal, set_parent_death_signal, unblock_signals
 
 VICTIM_SECONDS = 1  # that a worker which lost another one waits before it fails too: the other one speaks first
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """A worker's part in a run, from its parent."""
 
     rank: int
@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass
-class Answer:
+class WorkerResult:
     """What a worker sends to its parent at its end."""
 
     outcome: Outcome
@@ -44,7 +44,7 @@ class Answer:
     trace: str = ""  # the traceback of a failure
 
 
-def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
+def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPlace) -> None:
     """The first function of a worker process."""
     faulthandler.enable(2)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):  # they may reach all processes at once; the parent
@@ -52,7 +52,7 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # a program around the run may log it
     signal.signal(signal.SIGUSR1, record_signal)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until there is something to save: see callbacks.Preemption
-    let_in()
+    unblock_signals()
     set_parent_death_signal(place.parent)
     export(  # as torchrun does
         RANK=str(place.rank),
@@ -66,13 +66,13 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
         TORCHELASTIC_RESTART_COUNT=str(place.restarts),
         **{LAUNCHER: "lockstep"},
     )
-    answer = Answer(Outcome("completed"))
+    answer = WorkerResult(Outcome("completed"))
     try:
         with logs.stack_on_demand(place.rank):
             if place.layout.has_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
-                with logs.failure_told():
+                with logs.log_failure():
                     answer.result = work(*args)
             except Interrupted as interrupted:
                 answer.outcome = outcome_of(interrupted)
@@ -85,20 +85,20 @@ def run(work: Callable[..., Any], args: tuple[Any, ...], place: Place) -> None:
     place.answers.send(answer)
 
 
-def _failure(error: BaseException, hang_timeout: float) -> Answer:
+def _failure(error: BaseException, hang_timeout: float) -> WorkerResult:
     if isinstance(error, UserError):
-        return Answer(Outcome("refused", own_words(str(error)).removeprefix("UserError: ")))
+        return WorkerResult(Outcome("refused", first_line(str(error)).removeprefix("UserError: ")))
     steps = getattr(error, "steps", 0)
     if is_lost_rank(error):
         if is_timeout(error):
-            return Answer(Outcome("waited", did_not_arrive([], hang_timeout), steps=steps))
+            return WorkerResult(Outcome("waited", missing_ranks_message([], hang_timeout), steps=steps))
         time.sleep(VICTIM_SECONDS)
-        return Answer(Outcome("victim", "lost the connection to another worker", steps=steps))
+        return WorkerResult(Outcome("victim", "lost the connection to another worker", steps=steps))
     if isinstance(error, WorkerFailed):  # which names the worker
-        return Answer(outcome_of(error))
+        return WorkerResult(outcome_of(error))
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"the worker left with exit code {error.code}"
     trace = traceback.format_exc()
-    where = f"{users_line(trace)}traceback in {logs.file_of(environment().rank)}"
-    return Answer(Outcome("failed", f"failed: {own_words(message)} ({where})", steps=steps), trace=trace)
+    where = f"{user_code_location(trace)}traceback in {logs.log_file_name(environment().rank)}"
+    return WorkerResult(Outcome("failed", f"failed: {first_line(message)} ({where})", steps=steps), trace=trace)

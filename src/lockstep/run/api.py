@@ -14,16 +14,16 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from lockstep.checkpoint import resume
-from lockstep.config.arguments import keyed, quoted
-from lockstep.config.checks import ROOT, show
+from lockstep.config.arguments import check_arguments, quote_path
+from lockstep.config.value_checks import ROOT, show
 from lockstep.errors import UserError
-from lockstep.launch.agent import WorkerFailed
 from lockstep.launch.environment import PARENT, environment, external_workers
-from lockstep.launch.signals import ENDING, handling
+from lockstep.launch.parent import WorkerFailed
+from lockstep.launch.signals import ENDING, signal_handler
 from lockstep.run import cli, supervisor
 from lockstep.run.summary import summary_of
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run` sets
+FULL_ERROR = "HYDRA_FULL_ERROR"  # which `cli.run_command` sets
 
 
 class Composed(dict[str, Any]):
@@ -49,28 +49,28 @@ def compose(*overrides: str) -> Composed:
     Raises:
         UserError: an override that does not fit conf/.
     """
-    return Composed(_composed(overrides)[0], overrides)
+    return Composed(_compose_config(overrides)[0], overrides)
 
 
-def _composed(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
+def _compose_config(overrides: Sequence[str], for_command: bool = False) -> tuple[Any, list[str], str]:
     """The config as plain containers; the arguments of the command that trains with it, in which `resume=` is what it
     stands for; `for_command`, the folder of that run, which they name too."""
     try:
         cli.register_folder()
-        task = resume.overrides(keyed(list(overrides)), "train")
+        task = resume.expand_resume(check_arguments(list(overrides)), "train")
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             cfg = hydra_compose("train", overrides=task, return_hydra_config=True)
         folder = ""
         if for_command:
             folder = str(cfg.hydra.run.dir)
-            task = [*task, f"hydra.run.dir={quoted(folder)}"]
+            task = [*task, f"hydra.run.dir={quote_path(folder)}"]
         with open_dict(cfg):
             del cfg["hydra"]
         return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), task, folder
     except UserError:
         raise
     except cli.BAD_INPUT as error:
-        raise UserError(cli.line(error)) from None
+        raise UserError(cli.error_line(error)) from None
 
 
 def train(config: Composed) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def train(config: Composed) -> dict[str, Any]:
     if not isinstance(config, Composed):
         raise UserError("train() takes what compose() returns")
     in_place = external_workers() > 0
-    now, arguments, folder = _composed(config.overrides, for_command=not in_place)
+    now, arguments, folder = _compose_config(config.overrides, for_command=not in_place)
     if changed := [key for key in sorted({*now, *config}) if now.get(key) != config.get(key)]:
         raise UserError(f"{changed[0]} was changed after compose(): give it there, as on the command line")
     return _train_in_place(config) if in_place else _train_in_process(arguments, folder)
@@ -105,7 +105,7 @@ def _train_in_process(arguments: Sequence[str], folder: str) -> dict[str, Any]:
         start_new_session=True,  # a Ctrl-C is for this process, which passes it on
     )
     ending = ""
-    with handling(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
+    with signal_handler(lambda signum, frame: process.send_signal(signum), *ENDING, signal.SIGUSR1), process:
         assert process.stderr is not None
         for line in process.stderr:
             sys.stderr.write(line)
@@ -127,7 +127,7 @@ def _train_in_place(config: Composed) -> dict[str, Any]:
     arguments, full = sys.argv, os.environ.get(FULL_ERROR)
     sys.argv = ["src/train.py", *config.overrides]
     try:
-        code, line = cli.run(job, "train")
+        code, line = cli.run_command(job, "train")
     finally:
         sys.argv = arguments
         os.environ.pop(FULL_ERROR)

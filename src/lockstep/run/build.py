@@ -17,17 +17,17 @@ from lockstep.config.instantiate import call, instantiate, parameters
 from lockstep.data import DataModule, Splits
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run import fast
-from lockstep.run.lines import headline
+from lockstep.run import worker_setup
 from lockstep.run.loggers import make_loggers
 from lockstep.run.optimizers import OptimizerCheck, optimization, refuse_unused, smallest_piece
 from lockstep.run.provenance import versions
+from lockstep.run.report_lines import headline
 from lockstep.step.compile import EagerEvaluation
 from lockstep.step.finite import FiniteGradientCheck
 from lockstep.step.gradients import ExactGradientSum, GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.loop import StepTrainer
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 
 # Hooks of a LightningModule for which steps made of pieces have no place.
 REFUSED = {
@@ -48,10 +48,10 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
     """The LightningModule that the config names, with weights that follow from the seed alone. Where a checkpoint is
     going to bring them, pretrained ones, from a file or the network, are not asked for."""
     brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
-    held = (config.checkpoint or config.resume) and brought
-    options = {**config.model, **brought} if held else config.model
+    skips_pretrained = (config.checkpoint or config.resume) and brought
+    options = {**config.model, **brought} if skips_pretrained else config.model
     module = _module(config, splits, options)
-    if held and not module.strict_loading:  # its checkpoints may lack some
+    if skips_pretrained and not module.strict_loading:  # its checkpoints may lack some
         module = _module(config, splits, config.model)
     return module
 
@@ -70,14 +70,14 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             "model._target_=project.models.ImageClassifier: docs/own.md"
         )
     for hook, why in REFUSED.items():
-        if overrides(module, hook, pl.LightningModule):
+        if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
         raise UserError(f"{named}: with manual optimization a step can't be cut in pieces")
     module.configure_model()  # what it makes must be there for a checkpoint, a memory format and a compiler
     if config.precision == "64-true":
         module.double()  # now: a checkpoint is loaded before Lightning converts, and would be rounded to float32
-    fast.memory_format(module, config.speed.memory_format)
+    worker_setup.apply_memory_format(module, config.speed.memory_format)
     if config.trains:
         offers["optimizer"].named = module.named_parameters
     return module
@@ -113,14 +113,17 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     made = {key: instantiate(key, options, **offers) for key, options in named.items()}
     brought = module.configure_callbacks()
-    own = brought if isinstance(brought, Sequence) else [brought]
-    for name, callback in [*made.items(), *((f"model._target_={config.model['_target_']}", each) for each in own)]:
+    module_callbacks = brought if isinstance(brought, Sequence) else [brought]
+    for name, callback in [
+        *made.items(),
+        *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
+    ]:
         if isinstance(callback, GradientAccumulationScheduler | StochasticWeightAveraging):
             raise UserError(
                 f"{name}: {type(callback).__name__} changes how many batches make a step, which is the "
                 "layout's: accumulate_grad_batches; of averages, callbacks=ema leaves it alone"
             )
-        separate = [extra.setting for extra in config.extras.values() if extra.own_weights]
+        separate = [extra.setting for extra in config.extras.values() if extra.separate_weights]
         if isinstance(callback, WeightAveraging) and separate:
             raise UserError(f"{name}: under {separate[0]} each device would have an average of its own")
         if isinstance(callback, WeightAveraging) and config.layout.staged:
@@ -128,7 +131,7 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
             few = f"precision={config.precision}"
             raise UserError(f"{name}: {few} has too few digits for an average: it would stand still; bf16-mixed")
-    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in own}
+    followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks}
     used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
     return [*made.values(), OptimizerCheck(config), MonitorCheck(followers, scheduler)]
@@ -168,7 +171,7 @@ def make_trainer(
         first += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
     callbacks = [*first, *callbacks]
-    alone = environment().own_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
+    alone = environment().dedicated_gpu and layout.accelerator == "gpu"  # so each is a machine, to Lightning
     debug = dict(config.debug.trainer)
     if isinstance(debug.get("profiler"), dict):
         debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")

@@ -15,18 +15,18 @@ from lockstep.callbacks import DummyBatchOnEmptyRank
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths, resume
 from lockstep.checkpoint.io import CheckpointError
-from lockstep.config import checks
+from lockstep.config import value_checks
 from lockstep.config.check import Config, check
-from lockstep.config.checks import checker, show
 from lockstep.config.schema import OptionalGroup, SpecRecord
-from lockstep.config.targets import must_be_named
+from lockstep.config.targets import check_targets_named
+from lockstep.config.value_checks import checker, show
 from lockstep.data import Spec, Splits
 from lockstep.data.build import for_evaluation
 from lockstep.errors import UserError
-from lockstep.launch.agreement import agree
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.fast import set_up_worker
 from lockstep.run.summary import RunRecord
+from lockstep.run.worker_setup import set_up_worker
 
 DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys of a config: by the checkpoint
 SPLITS = ("train", "val", "test")
@@ -46,16 +46,16 @@ def find_checkpoint(raw: Mapping[str, Any]) -> Path:
         CheckpointError: there is none.
         UserError: it is neither, or no run has one.
     """
-    path = checks.as_text(raw["checkpoint"])  # a file may be named 5
+    path = value_checks.as_text(raw["checkpoint"])  # a file may be named 5
     if not isinstance(path, str) or not path:
         raise UserError(f"checkpoint={show(path)}: must be a .ckpt file, a run folder, or last")
     if path == "last":
-        outputs = Path(checks.folder("outputs", raw["outputs"]))
-        path = str(resume.newest("checkpoint", outputs))
-    found = Path(path).expanduser()
-    if not found.is_dir():
-        return found
-    if inside := paths.best_in(found):
+        outputs = Path(value_checks.folder("outputs", raw["outputs"]))
+        path = str(resume.newest_run_folder("checkpoint", outputs))
+    location = Path(path).expanduser()
+    if not location.is_dir():
+        return location
+    if inside := paths.best_in(location):
         return inside
     raise CheckpointError(f"{path}: no checkpoints/best.ckpt or last.ckpt in this folder")
 
@@ -72,11 +72,11 @@ def record_of(path: Path) -> dict[str, Any]:
     return recorded
 
 
-def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+def find_checkpoint_and_record(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The checkpoint that `checkpoint` means, and what is recorded in it, where the run is kept: other machines, or
     ranks, need no such file. Raises as `find_checkpoint` and `record_of`."""
 
-    def found() -> list[Any]:
+    def read_record() -> list[Any]:
         path = find_checkpoint(raw)
         whole = record_of(path)
         record = {"config": whole["config"], "spec": whole["spec"], "fingerprint": whole.get("fingerprint")}
@@ -86,8 +86,8 @@ def recorded(raw: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
             raise CheckpointError(f"{path}: the Lockstep config inside it can't be read ({error})") from None
         return [str(path), record]
 
-    asked = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
-    path, record = agree(asked, found)
+    decision_name = f"checkpoint={raw['checkpoint']}"  # another job of a sweep may ask for another one
+    path, record = decide_on_rank_zero(decision_name, read_record)
     return Path(path), record
 
 
@@ -98,7 +98,7 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: the record lacks something.
         UserError: a value in `raw`, or a key there that the record decides; or the record names what the user's own
-            config doesn't, see `must_be_named`.
+            config doesn't, see `check_targets_named`.
     """
     for key in DECIDED:
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):  # which says that it is wanted
@@ -107,18 +107,18 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
     if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
         raise CheckpointError(f"{path}: the Lockstep config inside it has no {', '.join(missing)}")
     raw = {key: value for key, value in raw.items() if key != "split"}  # which images, not which model
-    kept = {key: trained[key] for key in VALUES}
+    merged = {key: trained[key] for key in VALUES}
     if raw.get("data_dir") is not None:
-        kept["data_dir"] = raw["data_dir"]
+        merged["data_dir"] = raw["data_dir"]
     for group in CARRIED:
-        carried, given = (check_group(group, source.get(group)) for source in (trained, raw))
+        carried, requested = (check_group(group, source.get(group)) for source in (trained, raw))
         if group == "data":
-            carried, given = for_evaluation(carried), for_evaluation(given)
-        if given.get("_target_") in (None, carried.get("_target_")):  # another has other options
-            must_be_named(path, group, carried, given)
-            given = {**carried, **given}
-        kept[group] = given
-    return check({**raw, **kept, "checkpoint": str(path)}, trains=False)
+            carried, requested = for_evaluation(carried), for_evaluation(requested)
+        if requested.get("_target_") in (None, carried.get("_target_")):  # another has other options
+            check_targets_named(path, group, carried, requested)
+            requested = {**carried, **requested}
+        merged[group] = requested
+    return check({**raw, **merged, "checkpoint": str(path)}, trains=False)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def spec_of(path: Path, record: Mapping[str, Any]) -> Spec:
         raise CheckpointError(f"{path}: {str(refusal)[:200]}") from None
 
 
-def must_match(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
+def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None:
     """Compares the images that are to be tested on with those that a checkpoint was trained on.
 
     Raises:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.process_group import of_rank_zero
+from lockstep.launch.process_group import broadcast_from_rank_zero
 
 NAME = ".lock"
 WAIT_SECONDS = 2.0  # for a run that is just ending
@@ -37,7 +37,7 @@ class FolderBusy(UserError):
 
 
 @contextmanager
-def locked(folder: Path, writes: bool = True) -> Iterator[None]:
+def lock_folder(folder: Path, writes: bool = True) -> Iterator[None]:
     """Hold the lock of a folder, which is made where it does not exist.
 
     Args:
@@ -62,7 +62,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
                 take()
         except UserError as refusal:
             refused = str(refusal)
-        if refused := of_rank_zero(refused):
+        if refused := broadcast_from_rank_zero(refused):
             raise FolderBusy(refused)
     elif writes:
         take()
@@ -85,7 +85,7 @@ def _acquire(folder: Path) -> int:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(descriptor)
+            holder = _read_owner(descriptor)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 print(f"{path}: can't be locked ({error.strerror}): a second run here is not refused", file=sys.stderr)
                 return descriptor
@@ -96,12 +96,12 @@ def _acquire(folder: Path) -> int:
             continue
         with suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                _sign(descriptor)
+                _write_owner(descriptor)
                 return descriptor
         os.close(descriptor)  # who held it has removed the folder
 
 
-def _sign(descriptor: int) -> None:
+def _write_owner(descriptor: int) -> None:
     """Write who holds the lock, for the message of those who don't get it."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     text = json.dumps({"host": platform.node(), "process": os.getpid(), "since": since})
@@ -110,8 +110,8 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _holder(descriptor: int) -> str:
+def _read_owner(descriptor: int) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {int(told['process'])} on {told['host']} (since {told['since']})"
+        record = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(record['process'])} on {record['host']} (since {record['since']})"
     return "another process"

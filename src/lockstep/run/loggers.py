@@ -25,7 +25,7 @@ from lockstep.launch.environment import environment
 LEFT_OUT = ("callbacks", "logger", "debug", "outputs", "data_dir", "resume", "name")  # no hyper-parameters
 # What no run is called by, beside what is no hyper-parameter.
 NO_TITLE = {*LEFT_OUT, "threads", "num_workers", "checkpoint", "hydra", "sweep"}
-KEPT = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
+LOGGERS_FILE = "loggers.json"  # in the run's folder: its title, and by which id each tracker knows the run
 # How long a server may stay away: by default MLflow would wait for minutes, at each line that it is sent.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 MLFLOW = {"completed": "FINISHED", "interrupted": "KILLED"}
@@ -40,24 +40,24 @@ def make_loggers(config: Config, folder: Path, step: int) -> list[Logger]:
     Raises:
         UserError: one can't be made, or opened.
     """
-    path = folder / KEPT
-    kept = {"title": title(folder)}
+    path = folder / LOGGERS_FILE
+    stored = {"title": title(folder)}
     try:
-        kept |= json.loads(path.read_text()) if path.exists() else {}
+        stored |= json.loads(path.read_text()) if path.exists() else {}
     except (TypeError, ValueError):
         raise UserError(f"{path}: damaged; without it trackers begin a run of their own") from None
     sweep = folder.parent.name if (folder.parent / "multirun.yaml").exists() else ""
-    known = {"folder": folder, "save_dir": folder, "title": kept["title"], "sweep": sweep}
+    known = {"folder": folder, "save_dir": folder, "title": stored["title"], "sweep": sweep}
     loggers = [
-        _logger(f"logger.{name}", options, known, kept, step) for name, options in config.logger.items() if options
+        _logger(f"logger.{name}", options, known, stored, step) for name, options in config.logger.items() if options
     ]
     if loggers and environment().rank == 0:
         with replacing(path) as file:
-            file.write(json.dumps(kept).encode())
+            file.write(json.dumps(stored).encode())
     return loggers
 
 
-def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dict[str, str], step: int) -> Logger:
+def _logger(name: str, options: dict[str, Any], known: dict[str, Any], stored: dict[str, str], step: int) -> Logger:
     make: partial[Any] = instantiate(name, {**options, "_partial_": True}, **known)
     kind = make.func if isinstance(make.func, type) else Logger
     if issubclass(kind, TensorBoardLogger):
@@ -67,30 +67,30 @@ def _logger(name: str, options: dict[str, Any], known: dict[str, Any], kept: dic
         return DummyLogger()  # some would open what they write to
     os.environ.update({name: seconds for name, seconds in PATIENCE.items() if name not in os.environ})
     tracker = {"id", "run_id"} & parameters(kind)
-    make = partial(make, **{option: kept[name] for option in tracker if name in kept})
+    make = partial(make, **{option: stored[name] for option in tracker if name in stored})
     try:
         with _alone(Path(known["folder"]).parent):
             logger: Logger = call(name, make)
             if tracker:
-                before = kept.get(name)
+                before = stored.get(name)
                 _ = logger.experiment  # type: ignore[attr-defined]  # opens it
-                kept[name] = str(logger.version)
+                stored[name] = str(logger.version)
                 if before and isinstance(logger, MLFlowLogger):
                     logger.experiment.update_run(before, "RUNNING")
     except UserError:
         raise
     except Exception as error:  # a tracker's own, of whatever kind
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         right = f"; {name}.offline=true writes files, for later" * issubclass(kind, WandbLogger)
-        if name in kept:
-            right += f"; without {Path(known['folder'], KEPT)} a run of its own is begun"
-        raise UserError(f"{name}: can't be opened: {said}{right}") from error
+        if name in stored:
+            right += f"; without {Path(known['folder'], LOGGERS_FILE)} a run of its own is begun"
+        raise UserError(f"{name}: can't be opened: {reason}{right}") from error
     if isinstance(logger, CSVLogger) and step:
         _keep_rows(logger, step)
     return logger
 
 
-def end(loggers: list[Logger], status: str) -> None:
+def end_loggers(loggers: list[Logger], status: str) -> None:
     """Tells those that want to know how the run has ended; rank zero calls it."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
@@ -113,13 +113,14 @@ def hyper_parameters(config: Mapping[str, Any], above: str = "") -> Iterable[tup
 def title(folder: Path) -> str:
     """What sets a run apart, fit to be a file's name: what it was given on the command line, of a sweep's job what the
     other jobs were not given."""
-    given, common = (
+    task_overrides, common = (
         list(map(_as_typed, OmegaConf.select(OmegaConf.load(file), "hydra.overrides.task"))) if file.exists() else []
         for file in (folder / ".hydra" / "hydra.yaml", folder.parent / "multirun.yaml")
     )
-    told = [each for each in given if key(each).partition(".")[0] not in NO_TITLE]
-    told = [each for each in told if each not in common] or told  # of a sweep's only job all is common
-    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(told))[:100].strip("_") or "defaults"
+    distinguishing = [each for each in task_overrides if key(each).partition(".")[0] not in NO_TITLE]
+    # Of a sweep's only job all is common.
+    distinguishing = [each for each in distinguishing if each not in common] or distinguishing
+    return re.sub(r"[^\w.=,+ -]+", "_", " ".join(distinguishing))[:100].strip("_") or "defaults"
 
 
 def _as_typed(override: str) -> str:

@@ -16,7 +16,7 @@ from lockstep.config.check import Config
 from lockstep.config.instantiate import call, instantiate, locate, parameters
 from lockstep.config.schema import Scheduler
 from lockstep.errors import UserError
-from lockstep.run.length import length_of
+from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
 # Keys of the front page that do nothing where a module's constructor takes none of these arguments.
@@ -86,7 +86,7 @@ def total_steps(config: Config, samples: int) -> int:
     """Optimizer steps of the whole run; of an evaluation, which has no schedule, as many as any warm-up has."""
     if not config.trains:
         return sys.maxsize
-    return length_of(config, samples).steps
+    return run_length(config, samples).steps
 
 
 def smallest_piece(config: Config, samples: int) -> int:
@@ -122,11 +122,11 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
         make = instantiate("scheduler", {**options, "_partial_": True}, **numbers)
         scheduler = Factory("scheduler", make, beside, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            _must_be_known(beside, config.val_every, numbers["steps_per_epoch"])
+            _check_options_known(beside, config.val_every, numbers["steps_per_epoch"])
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def _must_be_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
+def _check_options_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
     """UserError: a schedule follows no metric, or one that is not known yet when it does."""
     monitor, interval = str(beside.get("monitor", "")), beside.get("interval", "epoch")
     if not monitor:
@@ -154,13 +154,14 @@ def refuse_unused(config: Config) -> None:
     gives."""
     target = config.model["_target_"]
     takes = parameters(locate("model._target_", target))
-    for key in config.given:
+    for key in config.overridden:
         group = key.partition(".")[0]
         if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
             continue
-        if own := [name for name in OFFERED[group] if name in takes]:
+        if model_arguments := [name for name in OFFERED[group] if name in takes]:
             raise UserError(
-                f"{key}: the model has its own {own[0]}, so this would change nothing: model.{own[0]} changes it"
+                f"{key}: the model has its own {model_arguments[0]}, so this would change nothing: "
+                f"model.{model_arguments[0]} changes it"
             )
         raise UserError(
             f"{key}: {target} takes no {OFFERED[group][0]}, so this would change nothing; leave it out, or give "
@@ -173,13 +174,13 @@ class OptimizerCheck(pl.Callback):
 
     def __init__(self, config: Config) -> None:
         self.target = config.model["_target_"]
-        self.given = config.given
+        self.overridden = config.overridden
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
             raise UserError(f"configure_optimizers returned no optimizer: {ONE}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
-        for key in self.given:
+        for key in self.overridden:
             if key.partition(".")[0] in ignored:
                 raise UserError(
                     f"{key}: the configure_optimizers of {self.target} does not use self.{key.partition('.')[0]}, so "

@@ -20,10 +20,10 @@ from lockstep.data import Spec, Splits
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.run.build import make_data, make_module, make_trainer
-from lockstep.run.evaluation import config_of, recorded, some, spec_of, weights_must_fit
-from lockstep.run.fast import set_up_worker
+from lockstep.run.evaluation import config_of, find_checkpoint_and_record, some, spec_of, weights_must_fit
 from lockstep.run.summary import summarise, write_summary
-from lockstep.step.passes import overrides
+from lockstep.run.worker_setup import set_up_worker
+from lockstep.step.passes import overrides_method
 
 LOG = logging.getLogger("lockstep")
 SHOWN_ROWS, SHOWN_WIDTH, LONGEST_CELL = 5, 100, 50  # of the table on the console; rows, characters, characters
@@ -31,8 +31,9 @@ FORMULA = tuple("=+-@\t\r")  # what a spreadsheet would compute begins with one 
 
 
 def config_and_spec(raw: Mapping[str, Any]) -> tuple[Config, Spec]:
-    """The config of a prediction, and what the checkpoint's images were; raises as `recorded` and `config_of`."""
-    path, record = recorded(raw)
+    """The config of a prediction, and what the checkpoint's images were; raises as
+    `find_checkpoint_and_record` and `config_of`."""
+    path, record = find_checkpoint_and_record(raw)
     return config_of(path, record, raw), spec_of(path, record)
 
 
@@ -54,27 +55,28 @@ def load_module(config: Config, splits: Splits) -> pl.LightningModule:
     return module.eval()
 
 
-class Answers(pl.Callback):
+class PredictionCollector(pl.Callback):
     """Keeps what the module's `predict_step` returns of each image, by the image's number.
 
     Attributes:
-        found: numbers int64 [n] and float64 rows [n, k] of the batches so far; -1 is an image that can't be decoded.
+        predictions: numbers int64 [n] and float64 rows [n, k] of the batches so far; -1 is an image that can't be
+            decoded.
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[Tensor, Tensor]] = []
+        self.predictions: list[tuple[Tensor, Tensor]] = []
 
     def on_predict_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *args: Any
     ) -> None:
         ids = batch[1]
         if not isinstance(outputs, Tensor) or outputs.shape[:1] != ids.shape:
-            said = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            returned = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
             name = type(pl_module).__name__
             raise UserError(
-                f"{name}.predict_step: must return a tensor with a row for each of {len(ids)} images: {said}"
+                f"{name}.predict_step: must return a tensor with a row for each of {len(ids)} images: {returned}"
             )
-        self.found.append((ids.cpu(), outputs.double().reshape(len(ids), -1).cpu()))
+        self.predictions.append((ids.cpu(), outputs.double().reshape(len(ids), -1).cpu()))
 
 
 def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = None) -> dict[str, Any]:
@@ -86,16 +88,16 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     """
     rank = set_up_worker(config, folder)
     module = load_module(config, splits)
-    if not overrides(module, "predict_step", pl.LightningModule):
+    if not overrides_method(module, "predict_step", pl.LightningModule):
         module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
-    data, answers = make_data(config, splits, rank), Answers()
+    data, answers = make_data(config, splits, rank), PredictionCollector()
     trainer = make_trainer(config, folder, [answers])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
-    parts: list[Any] = [answers.found]
+    parts: list[Any] = [answers.predictions]
     if trainer.world_size > 1:
         parts = [None] * trainer.world_size
-        dist.all_gather_object(parts, answers.found)
+        dist.all_gather_object(parts, answers.predictions)
     speed = len(splits.test) / (time.perf_counter() - began)
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
     summary = summarise(config, folder, "completed", None)

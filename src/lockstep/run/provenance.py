@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.check import Config
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.files import replacing
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "hydra-core", "numpy", "tensorboard")
 SECONDS = 10.0  # that git may take
@@ -25,13 +25,13 @@ SECONDS = 10.0  # that git may take
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that decide about the numbers, read without importing them."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            by_package[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def git_info(folder: Path = ROOT) -> dict[str, Any]:
@@ -99,15 +99,15 @@ def _machine(config: Config) -> dict[str, Any]:
 # --- wherever it computes ---
 
 # Keys that each machine may have its own way.
-OWN = ("outputs", "data_dir", "resume", "threads", "num_workers")
+MACHINE_KEYS = ("outputs", "data_dir", "resume", "threads", "num_workers")
 
 
-def card(config: Config, splits: Any) -> dict[str, str]:
+def machine_fingerprint(config: Config, splits: Any) -> dict[str, str]:
     """What must be the same, as text by name."""
-    record = {key: value for key, value in config.record.items() if key not in OWN}
+    record = {key: value for key, value in config.record.items() if key not in MACHINE_KEYS}
     record |= {"accelerator": config.layout.accelerator}  # what `auto` came to
-    found = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
-    return found | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
+    facts = {"the code in src/": code_sha256()[:12], "the data's fingerprint": splits.fingerprint[:12]}
+    return facts | {f"the version of {name}": version for name, version in versions().items()} | _flat(record)
 
 
 def code_sha256() -> str:
@@ -119,24 +119,24 @@ def code_sha256() -> str:
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for key, value in config.items():
-        found |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
-    return found
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": str(value)}
+    return flat
 
 
 def difference(first: Mapping[str, str], other: Mapping[str, str], name: str, first_name: str) -> str:
     """What two machines don't have alike, as a line; empty: nothing."""
     for key in sorted(first.keys() | other.keys()):
-        here, there = first.get(key, "missing"), other.get(key, "missing")
-        if here != there:
-            return f"machines differ: {key} is {there} on {name}, {here} on {first_name}"
+        first_value, other_value = first.get(key, "missing"), other.get(key, "missing")
+        if first_value != other_value:
+            return f"machines differ: {key} is {other_value} on {name}, {first_value} on {first_name}"
     return ""
 
 
-def must_be_alike(own: Mapping[str, str]) -> None:
+def check_same_on_all_ranks(facts: Mapping[str, str]) -> None:
     """Refuses, on all ranks of workers that exist already, one that differs from rank zero. Each of them calls it."""
-    found = of_ranks((platform.node(), dict(own)))
-    for rank, (name, theirs) in enumerate(found):
-        if odd := difference(found[0][1], theirs, f"{name} (rank {rank})", found[0][0]):
+    by_rank = gather_objects((platform.node(), dict(facts)))
+    for rank, (name, theirs) in enumerate(by_rank):
+        if odd := difference(by_rank[0][1], theirs, f"{name} (rank {rank})", by_rank[0][0]):
             raise UserError(odd)

@@ -41,20 +41,20 @@ class RunRecord:
 
     def fitted(self) -> None:
         """Takes down what testing would overwrite."""
-        self.metrics.update(logged(self.trainer))
+        self.metrics.update(logged_metrics(self.trainer))
         self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 
     def tested(self) -> None:
         """Takes down what the test has found, and of which weights."""
         from lockstep.checkpoint.io import weights_in_use
 
-        self.metrics.update(logged(self.trainer))
+        self.metrics.update(logged_metrics(self.trainer))
         self.tested_step = weights_in_use(self.trainer)[1]
 
     def finish(self, status: str, error: str | None) -> dict[str, Any]:
         """Writes the summary and returns it."""
         from lockstep.callbacks import Checkpoint
-        from lockstep.run.loggers import end
+        from lockstep.run.loggers import end_loggers
 
         trainer = self.trainer
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class RunRecord:
         checkpoint = next((callback for callback in callbacks if isinstance(callback, Checkpoint)), None)
         summary = {
             **summarise(self.config, self.folder, status, error),
-            **progress(self.config, len(self.splits.train), trainer.global_step),
+            **progress_counts(self.config, len(self.splits.train), trainer.global_step),
             "epochs": trainer.current_epoch,
             "metrics": self.metrics,
             "throughput": {
@@ -76,17 +76,17 @@ class RunRecord:
         }
         if trainer.is_global_zero:
             write_summary(self.folder / "summary.json", summary)
-            end(trainer.loggers, status)
+            end_loggers(trainer.loggers, status)
         return summary
 
 
-def logged(trainer: "pl.Trainer") -> dict[str, float]:
+def logged_metrics(trainer: "pl.Trainer") -> dict[str, float]:
     """What was logged, as plain numbers; counts are whole."""
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in found.items()}
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: int(value) if name.endswith(("/correct", "/count")) else value for name, value in metrics.items()}
 
 
-def progress(config: Config, samples: int, steps: int) -> dict[str, int]:
+def progress_counts(config: Config, samples: int, steps: int) -> dict[str, int]:
     """What a summary says of `steps` optimizer steps on `samples` training samples."""
     order = DataOrder(samples, config.layout, config.seed)
     epochs, step = order.position(steps)
@@ -146,13 +146,15 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
 def summary_of(folder: Path) -> dict[str, Any]:
     """A run's summary; empty where there is none that can be read."""
     try:
-        found = json.loads((folder / "summary.json").read_text())
+        content = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def conclude(folder: Path, status: str, error: str | None = None, known: Mapping[str, Any] | None = None) -> None:
+def write_conclusion(
+    folder: Path, status: str, error: str | None = None, known: Mapping[str, Any] | None = None
+) -> None:
     """Says in a run's summary how it ended, and what else is `known`; the rest stays. On a full disk all does: what
     ended the run is the error to be told."""
     with suppress(OSError):

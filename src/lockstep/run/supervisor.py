@@ -10,34 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import record_of, saved
-from lockstep.config.arguments import given
+from lockstep.checkpoint.resume import last_checkpoint_id, record_of
+from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
-from lockstep.launch.agent import launch
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.machine import computes_bf16, hide_gpu
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted, call_earlier_handler
 from lockstep.launch.worker import VICTIM_SECONDS
-from lockstep.run.provenance import card, must_be_alike
-from lockstep.run.summary import conclude, progress, summarise, summary_of
+from lockstep.run.provenance import check_same_on_all_ranks, machine_fingerprint
+from lockstep.run.summary import progress_counts, summarise, summary_of, write_conclusion
 
 
 def train(raw: dict[str, Any], folder: Path) -> Any:
     """One run in its folder: check, open the data, launch the workers, which fit and test. Returns the summary."""
-    config = check(raw, given=given())
+    config = check(raw, overridden=overridden_keys())
 
     from lockstep.checkpoint.io import refuse_broken
     from lockstep.checkpoint.weights import refuse_broken_weights
     from lockstep.data.build import open_data
-    from lockstep.run.training import train as work
+    from lockstep.run.training import fit_and_test as work
 
     # Before the data are opened; workers read all of the file, and check all of it.
     if config.resume:
         if Path(config.resume).exists():  # else another machine has it
             refuse_broken(Path(config.resume))
-    elif config.init_from and config.layout.num_nodes == 1 and saved(folder) is None:
+    elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
     return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
@@ -59,12 +59,13 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
             file=sys.stderr,
         )
     if external_workers() > 1:
-        must_be_alike(card(config, splits))
-    before, begun = summary_of(folder), saved(folder)
+        check_same_on_all_ranks(machine_fingerprint(config, splits))
+    before, begun = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
-        if not isinstance(error, UserError) or saved(folder) != begun:  # one refused at once leaves the summary alone
+        # One refused at once leaves the summary alone.
+        if not isinstance(error, UserError) or last_checkpoint_id(folder) != begun:
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -81,11 +82,11 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
             return launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, restarts=restarts)
         except WorkerFailed as failed:
             restarts += 1
-            continues = saved(folder) is not None
+            continues = last_checkpoint_id(folder) is not None
             if failed.without and continues:
-                from lockstep.checkpoint.start import go_back
+                from lockstep.checkpoint.start import restore_good_checkpoint
 
-                go_back(folder, failed)
+                restore_good_checkpoint(folder, failed)
             shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
             if left and not (failed.without and shrinks):
                 left -= 1
@@ -120,8 +121,8 @@ def _conclude(config: Config, splits: Any, folder: Path, before: dict[str, Any],
     written, steps = summary_of(folder), getattr(error, "steps", 0) or _steps_saved(folder)
     known: dict[str, Any] = {}
     if not written or (written == before and steps):
-        known = summarise(config, folder, status, str(error)) | progress(config, len(splits.train), steps)
-    conclude(folder, status, str(error), known)
+        known = summarise(config, folder, status, str(error)) | progress_counts(config, len(splits.train), steps)
+    write_conclusion(folder, status, str(error), known)
 
 
 def _steps_saved(folder: Path) -> int:

@@ -23,19 +23,26 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep.checkpoint import paths
 from lockstep.config.arguments import key
 from lockstep.config.check import check
-from lockstep.config.checks import checker
 from lockstep.config.schema import Sweep
+from lockstep.config.value_checks import checker
 from lockstep.errors import UserError
-from lockstep.launch.agent import start_method
 from lockstep.launch.environment import environment, export, external_workers
-from lockstep.launch.interpreter import imported
 from lockstep.launch.machine import gpu_count
-from lockstep.launch.process_group import of_rank_zero
-from lockstep.launch.signals import Interrupted, forwarding, held, ignores_hangup, let_in, set_parent_death_signal
+from lockstep.launch.parent import start_method
+from lockstep.launch.process_group import broadcast_from_rank_zero
+from lockstep.launch.process_lifetime import freeze_imports
+from lockstep.launch.signals import (
+    Interrupted,
+    block_signals,
+    forward_signals,
+    ignores_hangup,
+    set_parent_death_signal,
+    unblock_signals,
+)
 from lockstep.run.cli import SweepFailed
-from lockstep.run.lock import FolderBusy, locked
-from lockstep.run.summary import conclude, summary_of
-from lockstep.text import duration, plural, short_path, typed
+from lockstep.run.lock import FolderBusy, lock_folder
+from lockstep.run.summary import summary_of, write_conclusion
+from lockstep.text import duration, plural, shell_override, short_path
 
 
 @dataclass
@@ -67,7 +74,7 @@ def jobs_of(config: DictConfig, listed: Sequence[Sequence[str]], first: int = 0)
 # --- before the first job, whichever launcher runs them ---
 
 
-def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
+def check_jobs(config: DictConfig, context: HydraContext, arguments: Sequence[str]) -> list[str]:
     """Check all jobs of a sweep that are not complete, as each would be checked when it begins, hours later perhaps.
 
     Returns:
@@ -86,7 +93,7 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
     threads: set[int] = set()
     for job in jobs_of(config, listed):
         try:
-            settings = check(_composed(config, context, job.overrides))
+            settings = check(_compose_job(config, context, job.overrides))
         except UserError as refusal:
             if job.completed:
                 continue
@@ -97,11 +104,11 @@ def checked(config: DictConfig, context: HydraContext, arguments: Sequence[str])
 
 def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
     """Hold the lock of a sweep's folder, before anything is written there."""
-    return locked(Path(config.hydra.sweep.dir), environment().rank == 0)
+    return lock_folder(Path(config.hydra.sweep.dir), environment().rank == 0)
 
 
 @contextmanager
-def failed_jobs(folder: Path) -> Iterator[None]:
+def report_failed_jobs(folder: Path) -> Iterator[None]:
     """While a launcher, of whatever kind, runs the jobs of a sweep: say in one line how many failed.
 
     Raises:
@@ -121,7 +128,7 @@ def failed_jobs(folder: Path) -> Iterator[None]:
         raise SweepFailed(f"{plural(failed, 'job')} of the sweep failed{reason}")
 
 
-def _composed(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
+def _compose_job(config: DictConfig, context: HydraContext, overrides: list[str]) -> Any:
     """A job's config as plain containers."""
     composed = context.config_loader.load_sweep_config(config, overrides)
     with open_dict(composed):
@@ -146,7 +153,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
     sweep: Sweep = checker(Sweep)("sweep", OmegaConf.to_container(config.sweep, resolve=True))
     slots = _slots(sweep.jobs, config)
     progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
-    done = of_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
+    done = broadcast_from_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
     missing = [job for job in jobs if job.number not in done]
     for number, summary in done.items():
         progress.add(number, summary)
@@ -171,7 +178,7 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 def to_continue(folder: Path) -> str:
     """The line that says how to run the jobs of a sweep that are missing."""
-    return f"to run what is missing: python {short_path(sys.argv[0])} {typed('sweep.resume', folder)}"
+    return f"to run what is missing: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
@@ -201,11 +208,11 @@ def slots(jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Slot]:
     if jobs > count:
         are = "is" if count == 1 else "are"
         raise UserError(f"sweep.jobs={jobs}: each job has its own devices, and there {are} {plural(count, kind)}")
-    cut = [_dealt(gpus, jobs), _dealt(cores, jobs) if jobs <= len(cores) else [()] * jobs]
-    return [Slot(tuple(mine), tuple(own)) for mine, own in zip(*cut, strict=True)]
+    cut = [_split_evenly(gpus, jobs), _split_evenly(cores, jobs) if jobs <= len(cores) else [()] * jobs]
+    return [Slot(tuple(job_gpus), tuple(job_cores)) for job_gpus, job_cores in zip(*cut, strict=True)]
 
 
-def _dealt(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
+def _split_evenly(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
 
 
@@ -233,23 +240,23 @@ def run_jobs(
         for job in jobs:
             job.started = time.monotonic()
             start(job)
-            ended(job, of_rank_zero(summary_of(job.folder)))
+            ended(job, broadcast_from_rank_zero(summary_of(job.folder)))
         return
     import lockstep.run.evaluation  # noqa: F401  all that a run needs, once for all jobs
 
-    imported()
+    freeze_imports()
     fork = multiprocessing.get_context("fork")
     running: dict[int, tuple[Any, Job, Slot]] = {}  # the processes, by what becomes ready when one ends
     waiting, free = list(jobs), list(places)
-    with forwarding() as received:
+    with forward_signals() as received:
         while True:
             while free and waiting:
-                with held():
+                with block_signals():
                     if received:
                         break
                     job, place = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
-                    process = fork.Process(target=_run, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process = fork.Process(target=_run_job, args=(start, job, place, len(places) > 1, os.getpid()))
                     process.start()
                     running[process.sentinel] = process, job, place
                     if received:  # before it was known
@@ -265,7 +272,7 @@ def run_jobs(
             raise Interrupted(received[0])
 
 
-def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
+def _run_job(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
     """The first function of a job's process."""
     os.setpgid(0, 0)  # Ctrl-C in a terminal is for the sweep, which passes it on once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -273,7 +280,7 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
-    let_in()
+    unblock_signals()
     set_parent_death_signal(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)
@@ -288,14 +295,14 @@ def _run(start: Callable[[Job], None], job: Job, place: Slot, together: bool, pa
         start(job)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         if summary_of(job.folder).get("status") != "interrupted":  # before there were workers
-            conclude(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
+            write_conclusion(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
         sys.exit(getattr(interrupted, "code", 130))
     except FolderBusy as busy:  # the summary there is another run's
         print(f"error: {busy}", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        conclude(job.folder, "failed", f"{type(error).__name__}: {error}")
+        write_conclusion(job.folder, "failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
@@ -304,7 +311,7 @@ def _result(job: Job, code: int) -> dict[str, Any]:
     if code == 0 and (summary := summary_of(job.folder)):
         return summary
     if code < 0:
-        conclude(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
+        write_conclusion(job.folder, "failed", f"the job was killed by {signal.Signals(-code).name}")
     return {"status": "failed", "error": f"exit code {code}, without a summary"} | summary_of(job.folder)
 
 

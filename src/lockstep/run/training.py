@@ -16,49 +16,51 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch.utils.data import Subset
 
-from lockstep.arithmetic.exact_sum import Damaged
+from lockstep.arithmetic.exact_sum import CorruptMessage
 from lockstep.arithmetic.layout import Layout
 from lockstep.callbacks import DummyBatchOnEmptyRank, Preemption, ReplicaConsistencyCheck
 from lockstep.checkpoint import weights
-from lockstep.checkpoint.compatible import must_be_same_data, must_fit, told
+from lockstep.checkpoint.compatible import check_checkpoint_fits, check_same_data, resume_messages
 from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.io import not_plain
-from lockstep.checkpoint.start import TakeFolder, load_start
-from lockstep.checkpoint.state import ResumeState
+from lockstep.checkpoint.resume_state import ResumeState
+from lockstep.checkpoint.start import ClaimFolder, load_start
 from lockstep.config.check import Config
 from lockstep.config.extras import RunParts
 from lockstep.data import Splits
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.agreement import ranks_with_folder
-from lockstep.launch.endings import WorkerFailed
 from lockstep.launch.environment import environment
-from lockstep.launch.process_group import is_lost_rank, of_rank_zero
+from lockstep.launch.outcomes import WorkerFailed
+from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
+from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted
-from lockstep.run import fast, provenance
+from lockstep.run import provenance, worker_setup
+from lockstep.run.batch_norm_check import OF_TORCH, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
-from lockstep.run.length import length_of
-from lockstep.run.lines import StartLines, at_chance, end_lines, start_lines
-from lockstep.run.lone_samples import OF_TORCH, check_batch_norms, refusal
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
+from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
+from lockstep.run.run_length import run_length
 from lockstep.run.summary import RunRecord
 from lockstep.step.compile import compile_networks
 from lockstep.step.finite import NonFinite
-from lockstep.step.passes import overrides
+from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None) -> dict[str, Any]:
+def fit_and_test(
+    config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Fits and tests in this worker; returns the run's summary. Every worker of the layout calls it.
 
     Args:
         record: the texts of the files in `.hydra/`, by name.
     """
     started = time.perf_counter()
-    rank = fast.set_up_worker(config, folder)
+    rank = worker_setup.set_up_worker(config, folder)
     check_sizes(config, len(splits.train))
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
@@ -69,34 +71,34 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
     first = resumed.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
     module = make_module(replace(config, resume=checkpoint), splits)
-    begins: list[str] = [splits.about]
+    messages: list[str] = [splits.about]
     fresh: Sequence[str] = ()
     if config.init_from and not checkpoint:
-        filled = weights.begin("init_from", module, config.init_from, True)
-        begins.append(filled.message)
+        filled = weights.load_weights("init_from", module, config.init_from, True)
+        messages.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
         weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
         fresh = filled.fresh
     check_batch_norms(config, splits, module)
-    begins += told(config, splits, resumed)
-    begins += config.strategy.notes(resumes=bool(resumed))
+    messages += resume_messages(config, splits, resumed)
+    messages += config.strategy.notes(resumes=bool(resumed))
     for extra in config.extras.values():
-        begins += extra.notes(config, resumes=bool(resumed))
+        messages += extra.notes(config, resumes=bool(resumed))
     if odd := not_plain(module.hparams):
-        begins.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
+        messages.append(f"hyperparameters {join_names(odd)}: a checkpoint holds plain data only, and leaves them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
-    config = replace(config, max_epochs=length_of(config, samples).epochs)  # as Lightning and the console count them
+    config = replace(config, max_epochs=run_length(config, samples).epochs)  # as Lightning and the console count them
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
-    chosen = fast.describe(module, config.compile)
+    chosen = worker_setup.describe_choices(module, config.compile)
     first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
-    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *begins]))
-    callbacks += [Preemption(folder), starts, TakeFolder(folder, record, checkpoint, environment().rank in ranks)]
+    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
+    callbacks += [Preemption(folder), starts, ClaimFolder(folder, record, checkpoint, environment().rank in ranks)]
     if checkpoint:
-        must_be_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
-        must_fit(checkpoint, resumed, module.state_dict(), config, steps)
+        check_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
+        check_checkpoint_fits(checkpoint, resumed, module.state_dict(), config, steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
     parts = RunParts(config, splits, folder, module, resumed, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
@@ -113,9 +115,9 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
-            reason = next(filter(None, map(stopped_by, callbacks)), "a callback ended it")
+            reason = next(filter(None, map(stop_reason, callbacks)), "a callback ended it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
-        if splits.test is not None and overrides(module, "test_step", pl.LightningModule):
+        if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
             # an average would bring back, from the checkpoint, the weights that it was made of
             tests: Any = trainer
             tests.profiler = PassThroughProfiler()  # Lightning's fail where a schedule leaves nothing to report
@@ -130,7 +132,7 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
         error.steps = trainer.global_step  # type: ignore[attr-defined]  # for a parent whose rank zero was killed
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             error.filename = str(folder)  # TensorBoard's, which name no file
-        ours = not isinstance(error, OSError | NonFinite | Damaged | WorkerFailed) and not is_lost_rank(error)
+        ours = not isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) and not is_lost_rank(error)
         trained = trainer.global_step > first or environment().restarts
         if checkpoint and ours and not trained:  # the run stays what it was
             raise _cannot_go_on(checkpoint, error, rank) from error
@@ -138,12 +140,12 @@ def train(config: Config, splits: Splits, folder: Path, record: Mapping[str, str
             with suppress(OSError):  # a full disk, say
                 run.finish("failed", f"{type(error).__name__}: {error}")
         if OF_TORCH in str(error):
-            raise refusal(config, samples) from error
+            raise single_value_error(config, samples) from error
         raise
     summary = run.finish("completed", None)
     if rank == 0:
         trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance is what to expect
-        chance = at_chance(run.metrics, splits, starts.lr) if trained else None
+        chance = chance_level_line(run.metrics, splits, starts.lr) if trained else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
@@ -162,12 +164,12 @@ def check_sizes(config: Config, samples: int) -> None:
     """Refuses steps that a training set of so many samples does not fill."""
     size = config.layout.batch_size
     if size > samples:
-        there = plural(samples, "sample")
-        raise UserError(f"batch_size={size}: a step has {there} at most, as many as the training set")
+        available = plural(samples, "sample")
+        raise UserError(f"batch_size={size}: a step has {available} at most, as many as the training set")
     config.strategy.check_samples(config.layout, samples)
 
 
-def stopped_by(callback: Any) -> str | None:
+def stop_reason(callback: Any) -> str | None:
     """Why a callback has ended the run, where it is Lightning's EarlyStopping."""
     if not isinstance(callback, EarlyStopping) or not callback.stopping_reason_message:
         return None
@@ -181,8 +183,8 @@ def _cannot_go_on(checkpoint: str, error: Exception, rank: int) -> UserError:
     if isinstance(error, UserError):
         return error
     logging.root.error("the run can't go on", exc_info=error)
-    said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UserError(f"{checkpoint}: can't go on from it: {said} (traceback in {logs.file_of(rank)})")
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UserError(f"{checkpoint}: can't go on from it: {cause} (traceback in {logs.log_file_name(rank)})")
 
 
 def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
@@ -194,4 +196,4 @@ def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
 def _best(callbacks: list[pl.Callback]) -> str | None:
     """The best checkpoint, which only rank zero may have."""
     paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
-    return of_rank_zero(paths[0] if paths else None)
+    return broadcast_from_rank_zero(paths[0] if paths else None)

@@ -74,7 +74,7 @@ class StepBatch:
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> "StepBatch":
-        found = apply_to_collection([(each.batch, each.draws) for each in self.micro_batches], Tensor, move)
-        pairs = zip(self.micro_batches, found, strict=True)
+        moved = apply_to_collection([(each.batch, each.draws) for each in self.micro_batches], Tensor, move)
+        pairs = zip(self.micro_batches, moved, strict=True)
         micro_batches = [replace(each, batch=batch, draws=draws) for each, (batch, draws) in pairs]
         return replace(self, micro_batches=micro_batches)

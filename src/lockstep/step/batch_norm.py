@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lockstep.arithmetic.exact_sum import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.step.gradients import GradientSum, all_reduce
-from lockstep.step.parts import runs
+from lockstep.step.network_parts import segment_ids
 
 
 def statistics(module: nn.Module) -> dict[str, Any]:
@@ -53,11 +53,11 @@ class BatchNormStats:
         self.exact: ExactSum | None = None
         if gradients.exact:
             owners = [layer for layer in self.layers for _ in kinds]
-            held, names = (
+            summed_here, names = (
                 [self.strategy.holds(layer) for layer in owners],
                 self.names if gradients.options.check_messages else (),
             )
-            self.exact = ExactSum(self.buffers, 0, runs(module, owners), held, names)
+            self.exact = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
             self.exact.exponents = list(exponents) or self.exact.exponents
 
     def begin(self, step_batch: Any) -> None:
@@ -92,7 +92,7 @@ class BatchNormStats:
         if not self.active:
             return
         if self.exact is not None:
-            self.total = self.exact.total(all_reduce if self.world_size > 1 else alone, step_batch.num_nonempty)
+            self.total = self.exact.total(all_reduce if self.world_size > 1 else reduce_alone, step_batch.num_nonempty)
         else:
             if self.world_size > 1:
                 dist.all_reduce(flat := parameters_to_vector(self.total))

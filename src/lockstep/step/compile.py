@@ -27,18 +27,18 @@ def compile_networks(module: pl.LightningModule, exact: bool) -> None:
     Raises:
         UserError: there is no network.
     """
-    found = list(networks(module))
-    if not found:
+    nets = list(networks(module))
+    if not nets:
         raise UserError(f"compile: {type(module).__name__} has no layer with parameters to be compiled; compile=false")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # of a CUDA toolkit without a GPU
     import torch._dynamo
 
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # all networks share them
-        most = max(SHAPES * len(found), getattr(torch._dynamo.config, limit))
+        most = max(SHAPES * len(nets), getattr(torch._dynamo.config, limit))
         setattr(torch._dynamo.config, limit, most)
     torch._dynamo.config.optimize_ddp = False  # it cuts a network where DDP's buckets end: no gain, where pieces add up
     options = {"fallback_random": True, "deterministic": exact}
-    for network in found:
+    for network in nets:
         network.compile(options=options, dynamic=False)
 
 

@@ -72,7 +72,7 @@ class EvaluationLogs(_ResultCollection):
             samples: how many this rank has evaluated.
             sync_dist_fn: as of `log`.
         """
-        ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._own()))
+        ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._local_logs()))
         for key, one in {key: one for _, logged in reversed(ranks) for key, one in logged.items()}.items():
             if key not in self or self[key].has_reset:
                 neutral = torch.tensor(NEUTRAL[one.reduction], dtype=torch.float64)
@@ -91,15 +91,15 @@ class EvaluationLogs(_ResultCollection):
                     "test_step" if "test" in one.fx else "validation_step",
                 )
 
-    def _own(self) -> dict[str, Logged]:
-        found = {}
+    def _local_logs(self) -> dict[str, Logged]:
+        logs = {}
         for key, item in self.valid_items():
             if key in self._logged and item.is_tensor:
                 by_batch, sync_dist, dtype, options = self._logged[key]
                 weight = float(item.cumulated_batch_size) if item.meta.is_mean_reduction else 1.0
                 about = item.meta.reduce_fx.__name__, by_batch, sync_dist, dtype, options
-                found[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
-        return found
+                logs[key] = Logged(item.meta.fx, item.meta.name, float(item.value), weight, *about)
+        return logs
 
 
 def reduced(logged: Sequence[tuple[int, Logged]]) -> tuple[float, bool]:

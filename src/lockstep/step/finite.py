@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.launch.process_group import of_ranks
+from lockstep.launch.process_group import gather_objects
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 from lockstep.text import join_names
@@ -24,7 +24,7 @@ class FiniteGradientCheck(StepHook):
     """Look at each step's gradient after all sums: every rank holds the same one, so all decide alike.
 
     To skip a step, the host must know before the weights change. To stop, it may know a step later, so that nobody
-    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`settle`).
+    waits for a GPU: the answer travels while the next step is under way, and a checkpoint waits for it (`flush`).
 
     Args:
         policy: `stop` raises; `skip` leaves weights, buffers and optimizer as they are and goes on with the next step.
@@ -37,15 +37,15 @@ class FiniteGradientCheck(StepHook):
         self.can_skip = can_skip
         self.later = later and policy == "stop"
         self._buffers: dict[str, Tensor] = {}  # as the step began: running statistics, say
-        self._asked: Any = None  # whether a step is finite, the event after which that is known, and the step
+        self._pending: Any = None  # whether a step is finite, the event after which that is known, and the step
 
     def before_step(self, step: Step) -> None:
         if self.policy == "skip":
-            self._buffers = copied(step.module)
+            self._buffers = copy_buffers(step.module)
 
     def before_optimizer_step(self, step: Step) -> None:
         if self._skips_step(step):
-            put_back(step.module, self._buffers)
+            restore_buffers(step.module, self._buffers)
             step.batch.skipped = True
 
     def _skips_step(self, step: Step) -> bool:
@@ -60,7 +60,7 @@ class FiniteGradientCheck(StepHook):
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if not gradients and not staged:
             return False
-        self.settle()
+        self.flush()
         wide = torch.float64 if self.later else None  # nobody looks again whether only the sum has overflowed
         sums = [gradient.sum(dtype=wide) for gradient in gradients] or [next(module.parameters()).new_zeros(())]
         finite = torch.stack(sums).isfinite().all()
@@ -69,13 +69,13 @@ class FiniteGradientCheck(StepHook):
         if self.later:
             answer = finite.to("cpu", non_blocking=True)
             event = torch.cuda.current_stream(finite.device).record_event() if finite.is_cuda else None
-            self._asked = answer, event, step
+            self._pending = answer, event, step
             return False
         if bool(finite):
             return False
         names = [n for n, p in module.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
         if staged:
-            names = [name for part in reversed(of_ranks(names)) for name in part]  # rank zero's come last
+            names = [name for part in reversed(gather_objects(names)) for name in part]  # rank zero's come last
         if not names:
             return False
         skips = self._skips(step, f" ({join_names(names, 1)})")
@@ -84,14 +84,14 @@ class FiniteGradientCheck(StepHook):
                 parameter.grad = None
         return skips
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what is known later.
 
         Raises:
             NonFinite: the last step's gradient was not finite.
         """
-        if self._asked is not None:
-            (finite, event, step), self._asked = self._asked, None
+        if self._pending is not None:
+            (finite, event, step), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
             if not bool(finite):
@@ -120,17 +120,17 @@ class FiniteGradientCheck(StepHook):
         pairs = zip(step.batch.micro_batches, step.losses, strict=True)
         ids = [int(sample) for micro_batch, loss in pairs if not bool(loss.isfinite()) for sample in micro_batch.ids]
         if step.passes.gradients.processes > 1:
-            ids = [sample for part in of_ranks(ids) for sample in part]
+            ids = [sample for part in gather_objects(ids) for sample in part]
         return f"loss of the samples {join_names(ids, 8)} of the training set" if ids else ""
 
 
-def copied(module: torch.nn.Module) -> dict[str, Tensor]:
+def copy_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of a module's buffers, by name."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def put_back(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
-    """Give a module's buffers the values that `copied` returned."""
+def restore_buffers(module: torch.nn.Module, values: dict[str, Tensor]) -> None:
+    """Give a module's buffers the values that `copy_buffers` returned."""
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.resize_(values[name].shape).copy_(values[name])

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.arithmetic.exact_sum import ExactSum, alone
+from lockstep.arithmetic.exact_sum import ExactSum, reduce_alone
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.parts import runs
+from lockstep.step.network_parts import segment_ids
 from lockstep.step.protocols import Gradients, StepStrategy
 from lockstep.text import plural
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Result = tuple[Gradients, list[float]]  # gradients, and under exact the largest elements, which the next grids follow
 
 
-def trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters that are trained now, in the module's order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -118,7 +118,7 @@ class GradientSum:
 
     def start(self, step_batch: StepBatch) -> StartedSum:
         """Take the gradients of this process out of the parameters, and start their sum over all processes."""
-        parameters = trained(self.strategy.lightning_module)
+        parameters = trained_parameters(self.strategy.lightning_module)
         mine = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -191,7 +191,7 @@ class ExactGradientSum(GradientSum):
             self.everything = list(module.parameters())
         parameters = [p for p in self.everything if p.requires_grad]
         if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # unfrozen, say
-            borders, mine = runs(module, parameters), [self.strategy.holds(p) for p in parameters]
+            borders, mine = segment_ids(module, parameters), [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
             checked = [names[id(p)] for p in parameters] if self.options.check_messages else ()
@@ -224,31 +224,31 @@ class ExactGradientSum(GradientSum):
         return step
 
     def start(self, step_batch: StepBatch) -> StartedSum:
-        total, units = self.sum, self.sum.send()
+        total, units = self.sum, self.sum.pack()
         work = dist.all_reduce(units, async_op=True) if self.world_size > 1 else None
 
         def wait() -> Result:
             if work is not None:
                 work.wait()
-            sums, bounds = total.receive(all_reduce if self.world_size > 1 else alone, step_batch.samples)
-            return [g if reached else None for g, reached in zip(sums, total.given, strict=True)], bounds
+            sums, bounds = total.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
+            return [g if reached else None for g, reached in zip(sums, total.present, strict=True)], bounds
 
         started = StartedSum(self.parameters, wait)
         if (
             self.options.sums_at_once > 1 and None in total.grids
         ):  # of a run's first step; those started until then need a grid
-            total.follow(started.result[1])
+            total.update_grids(started.result[1])
         return started
 
     def apply(self, started: StartedSum) -> None:
         bounds = started.result[1]
-        if self.sum is not None and len(bounds) == len(self.sum.own):  # else others are trained by now
-            self.sum.follow(bounds)
+        if self.sum is not None and len(bounds) == len(self.sum.local_groups):  # else others are trained by now
+            self.sum.update_grids(bounds)
         super().apply(started)
 
     def state_dict(self) -> dict[str, Any]:
         """The grids: the next sums round to them."""
-        return {"exponents": whole(self.strategy, self.exponents, self.sum)}
+        return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -300,10 +300,10 @@ class WrappedGradientSum(GradientSum):
         self.inner.load_state_dict(state)
 
 
-def whole(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
+def gather_exponents(strategy: StepStrategy, exponents: list[int | None], total: ExactSum | None) -> list[int | None]:
     """Return the grids of all groups: each process knows those of the groups that it sums. Every process calls it."""
-    mine = total.own if total is not None else []
-    gathered = strategy.gathered({at: exponents[at] for at in mine})
+    mine = total.local_groups if total is not None else []
+    gathered = strategy.gather_parts({at: exponents[at] for at in mine})
     return [gathered.get(at, exponent) for at, exponent in enumerate(exponents)]
 
 

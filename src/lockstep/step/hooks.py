@@ -38,6 +38,6 @@ class StepHook:
     def before_weights_are_read(self) -> None:
         """Before a validation and before the weights are saved. Every process calls it."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what is only known later, and raise what it says: before a checkpoint, at an epoch's end and at the
         run's end."""

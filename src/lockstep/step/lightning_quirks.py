@@ -46,7 +46,7 @@ class StepLogs(_LoggerConnector):
         results: EvaluationLogs = trainer._results
         several = trainer.world_size > 1 and not trainer.strategy.staged  # every stage sees all samples
         samples = data_of(trainer).samples_here("test" if trainer.testing else "val") if several else 1
-        results.reduce(gather_objects if several else lambda own: [own], samples, trainer.strategy.reduce)
+        results.reduce(gather_objects if several else lambda value: [value], samples, trainer.strategy.reduce)
         return super().update_eval_epoch_metrics()
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
@@ -61,10 +61,10 @@ class StepLogs(_LoggerConnector):
         loop._batches_that_stepped = counted
 
 
-def gather_objects(own: Any) -> list[Any]:
+def gather_objects(value: Any) -> list[Any]:
     """Every rank's argument, in the order of the ranks."""
-    ranks = [own] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    ranks = [value] * dist.get_world_size()
+    dist.all_gather_object(ranks, value)
     return ranks
 
 

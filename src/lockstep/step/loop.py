@@ -24,7 +24,7 @@ from lockstep.step.evaluation_logs import EvaluationLogs
 from lockstep.step.gradients import GradientSum
 from lockstep.step.hooks import StepHook
 from lockstep.step.lightning_quirks import NoSignals, StepEpochLoop, StepFitLoop, StepLogs
-from lockstep.step.passes import Outputs, StepPasses, overrides
+from lockstep.step.passes import Outputs, StepPasses, overrides_method
 from lockstep.step.protocols import data_of
 
 
@@ -57,7 +57,7 @@ class StepLoop(StepEpochLoop):
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._hears_zero_grad = True  # whether somebody has that hook: to ask everybody takes 20 us
+        self._has_zero_grad_hook = True  # whether somebody has that hook: to ask everybody takes 20 us
         self._takes_number = True  # whether `training_step` takes the batch's number
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class StepLoop(StepEpochLoop):
         super().on_run_start(data_fetcher)
         module, callbacks = self.trainer.lightning_module, self.trainer.callbacks
         owners = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-        self._hears_zero_grad = any(overrides(owner, "on_before_zero_grad", base) for owner, base in owners)
+        self._has_zero_grad_hook = any(overrides_method(owner, "on_before_zero_grad", base) for owner, base in owners)
         self._takes_number = "batch_idx" in self._build_kwargs(OrderedDict(), None, 0)
 
     def advance(self, data_fetcher: Any) -> None:
@@ -124,7 +124,7 @@ class StepLoop(StepEpochLoop):
 
         def zero_grad() -> None:
             counted.zero_grad.increment_ready()
-            if self._hears_zero_grad:
+            if self._has_zero_grad_hook:
                 self._hook("on_before_zero_grad", optimizer.optimizer)
             counted.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)

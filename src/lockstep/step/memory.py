@@ -19,7 +19,7 @@ def out_of_memory(error: BaseException | None) -> bool:
     return lacked or out_of_memory(error.__cause__)
 
 
-def advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
+def out_of_memory_advice(error: BaseException, step_batch: Any, layout: Layout) -> str | None:
     """What to say of a step that failed: that memory ran out and what takes less of it; None if it failed otherwise."""
     if not out_of_memory(error):
         return None

@@ -13,9 +13,9 @@ from lockstep.arithmetic.order import batch_seed, piece_seed
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch, StepBatch
 from lockstep.step.batch_norm import BatchNormStats
-from lockstep.step.gradients import GradientSum, whole
+from lockstep.step.gradients import GradientSum, gather_exponents
 from lockstep.step.hooks import StepHook
-from lockstep.step.memory import advice
+from lockstep.step.memory import out_of_memory_advice
 from lockstep.step.protocols import Action, StepData, StepStrategy, data_of
 
 Outputs = dict[str, Tensor]
@@ -87,12 +87,12 @@ class StepPasses:
         except Exception as error:
             for hook in self.hooks:
                 hook.on_error(step, error)
-            advised = advice(error, step_batch, step.data.layout)
+            advised = out_of_memory_advice(error, step_batch, step.data.layout)
             if advised and isinstance(error, RuntimeError | MemoryError):
                 raise UserError(advised) from error
             raise
         if trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps:
-            self.settle()
+            self.flush()
         return step.means()
 
     def before_optimizer_step(self, step: "Step") -> None:
@@ -106,18 +106,18 @@ class StepPasses:
         for hook in self.hooks:
             hook.after_optimizer_step(step)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for what the hooks know later."""
         for hook in self.hooks:
-            hook.settle()
+            hook.flush()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps follow from: the gradient sum's state and, under exact, the statistics' grids."""
-        self.settle()
+        self.flush()
         gradients = self.gradients.state_dict()
         state: dict[str, Any] = {"gradients": gradients} if gradients else {}
         if (exact := self.statistics.exact) is not None:
-            state["statistics"] = whole(self.gradients.strategy, exact.exponents, exact)
+            state["statistics"] = gather_exponents(self.gradients.strategy, exact.exponents, exact)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,8 +190,8 @@ class Step:
 
     def without_data(self) -> "Step":
         """Return this step with its numbers and sample ids alone, for hooks that see its gradient later."""
-        kept = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
-        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=kept))
+        micro_batches = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
+        step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
         step._outputs = self._outputs
         return step
 
@@ -227,7 +227,7 @@ class Step:
         data, module = self.data, self.module
         batch = data.finish(micro_batch)
         changes = [data.mix] if data.mixes else []
-        if overrides(module, "on_after_batch_transfer", pl.LightningModule):
+        if overrides_method(module, "on_after_batch_transfer", pl.LightningModule):
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
         if not changes:
             return batch
@@ -237,7 +237,7 @@ class Step:
         return batch
 
 
-def overrides(owner: Any, name: str, base: type) -> bool:
+def overrides_method(owner: Any, name: str, base: type) -> bool:
     """Whether `owner`, or its class, has a method `name` other than that of `base`."""
     return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
@@ -250,9 +250,9 @@ def numbers_of(output: Any) -> tuple[Tensor, Outputs]:
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
-        said = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
+        returned = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
         why = "a piece of a step can't be left out; return its loss, or a dict with it under 'loss'"
-        raise UserError(f"training_step returned {said}: {why}")
+        raise UserError(f"training_step returned {returned}: {why}")
     if loss.numel() != 1:
         raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, their mean")
     numbers = {"loss": loss.detach().reshape(())}

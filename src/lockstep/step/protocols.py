@@ -72,7 +72,7 @@ class StepStrategy(Protocol):
     def holds(self, thing: Any) -> bool:
         """Whether this process has a parameter or layer, which it computes with."""
 
-    def gathered(self, own: dict[Any, Any]) -> dict[Any, Any]:
+    def gather_parts(self, local_values: dict[Any, Any]) -> dict[Any, Any]:
         """Return what the processes hold that have different parts of a network, on rank zero. All call it."""
 
     def computing_with(self, module: Any) -> AbstractContextManager[None]:

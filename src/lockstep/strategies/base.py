@@ -69,9 +69,9 @@ class PieceStrategy(Strategy):
         """Whether this process has a parameter or layer, which it computes with."""
         return True
 
-    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
+    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
         """What the processes hold that have different parts of a network, on rank zero."""
-        return own
+        return local_values
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """The norm of the gradient over all `parameters`. Where they are `staged`, every process calls it."""
@@ -148,7 +148,7 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
 
 
 class Redirected:
-    """What the twin of a module has before its class: a `forward` of the strategy's."""
+    """What the proxy of a module has before its class: a `forward` of the strategy's."""
 
     trainer: Any
 
@@ -156,15 +156,15 @@ class Redirected:
         return self.trainer.strategy.forward(args, kwargs)
 
 
-def twin(thing: Any, before: type = Redirected) -> Any:
+def proxy(thing: Any, before: type = Redirected) -> Any:
     """An object with the attributes of another one and its class, but for the methods of `before`; the other one's own
     stay."""
     kind: Any = type(thing)
-    found = object.__new__(_twins(kind, before))
-    object.__setattr__(found, "__dict__", thing.__dict__)
-    return found
+    instance = object.__new__(_proxy_class(kind, before))
+    object.__setattr__(instance, "__dict__", thing.__dict__)
+    return instance
 
 
 @cache
-def _twins(kind: type, before: type) -> Any:
+def _proxy_class(kind: type, before: type) -> Any:
     return type(kind.__name__, (before, kind), {})

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lockstep.errors import UserError
 from lockstep.step.batch import MicroBatch
 from lockstep.strategies.base import PieceStrategy
-from lockstep.strategies.torch_quirks import SettledDDP
+from lockstep.strategies.torch_quirks import FixedBucketsDDP
 from lockstep.text import join_names
 
 
@@ -48,7 +48,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
         with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
-            ddp = SettledDDP(
+            ddp = FixedBucketsDDP(
                 module,
                 device_ids=device_ids,
                 gradient_as_bucket_view=True,

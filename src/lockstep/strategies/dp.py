@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.step.batch import MicroBatch
 from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, seed_device, twin
+from lockstep.strategies.base import PieceStrategy, proxy, seed_device
 
 
 class DataParallel(PieceStrategy, SingleDeviceStrategy):
@@ -78,7 +78,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         copies = {key: buffer.to(device, copy=True, non_blocking=True) for key, buffer in buffers.items()}
         tensors = {f"module.{key}": tensor for key, tensor in (parameters | copies).items()}
         output = functional_call(
-            TrainingStep(twin(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
+            TrainingStep(proxy(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
         )
         for key, buffer in buffers.items():
             left = tensors[f"module.{key}"]
@@ -102,14 +102,14 @@ class TrainingStep(nn.Module):
 
 
 class OnDevice:
-    """What a module's twin has before its class: the device that computes now."""
+    """What a module's proxy has before its class: the device that computes now."""
 
     trainer: Any
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.trainer.strategy.current_device
-        return found
+        current: torch.device = self.trainer.strategy.current_device
+        return current
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log a value on the first device, where Lightning adds up those of all pieces."""

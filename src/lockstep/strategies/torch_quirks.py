@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import Module
 
 
-class SettledDDP(nn.parallel.DistributedDataParallel):
+class FixedBucketsDDP(nn.parallel.DistributedDataParallel):
     """Its buckets are from the first step on what they stay. torch makes a start's first backward pass with one bucket,
     and new ones from what it has seen; a ring adds an element's parts in the order that its place in a bucket gives, so
     on three or more ranks a run that goes on would make its first step with other bits.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.data.build import open_data
 from lockstep.data.datasets import Splits, fetch
-from lockstep.launch.endings import WorkerFailed
+from lockstep.launch.outcomes import WorkerFailed
 from lockstep.run.api import compose, train
 
 __all__ = ["DataTests", "ModuleTests"]

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lockstep import Interrupted, UserError, find_meter, hyper_parameters, is_last_step, peak_lr, untimed
+from lockstep import Interrupted, UserError, exclude_from_timing, find_meter, hyper_parameters, is_last_step, peak_lr
 from project.callbacks.first_page import PICTURE, boards, draw, write
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
@@ -66,11 +66,11 @@ class Dashboard(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if not (self._meter.fresh and trainer.is_global_zero):
             return
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
             # What the module itself logs against steps is there already, by Lightning's hand.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
-            self._keep(trainer.global_step, self._meter.latest, "train/")
+            self._add_points(trainer.global_step, self._meter.latest, "train/")
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **shown}, trainer.global_step)
                 if not isinstance(logger, TensorBoardLogger):  # which writes by itself
@@ -79,7 +79,9 @@ class Dashboard(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        self._keep(trainer.global_step, {tag: float(value) for tag, value in trainer.callback_metrics.items()}, "val/")
+        self._add_points(
+            trainer.global_step, {tag: float(value) for tag, value in trainer.callback_metrics.items()}, "val/"
+        )
         if time.monotonic() >= self._next_picture and not is_last_step(trainer):
             self._picture(trainer, "running")
             self._next_picture = time.monotonic() + PICTURE_SECONDS
@@ -93,30 +95,30 @@ class Dashboard(Callback):
         self._picture(trainer, "completed")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        asked = isinstance(exception, Interrupted | KeyboardInterrupt)
+        interrupted = isinstance(exception, Interrupted | KeyboardInterrupt)
         with suppress(OSError):  # a full disk, say
-            self._picture(trainer, "interrupted" if asked else "failed")
+            self._picture(trainer, "interrupted" if interrupted else "failed")
 
-    def _keep(self, step: int, found: Mapping[str, float], split: str) -> None:
+    def _add_points(self, step: int, metrics: Mapping[str, float], split: str) -> None:
         for tag in (f"{split}loss", f"{split}acc"):
-            if tag in found:
-                self._curves.setdefault(tag, []).append((step, found[tag]))
+            if tag in metrics:
+                self._curves.setdefault(tag, []).append((step, metrics[tag]))
                 if split == "train/" and len(self._curves[tag]) > MOST_POINTS:
                     del self._curves[tag][1::2]
 
     def _picture(self, trainer: Trainer, status: str) -> None:
-        found = boards(trainer) if trainer.is_global_zero and self._curves else []
-        if not found:
+        writers = boards(trainer) if trainer.is_global_zero and self._curves else []
+        if not writers:
             return
-        with untimed(trainer):
-            said = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
+        with exclude_from_timing(trainer):
+            title = f"{status} at step {trainer.global_step}, {self._meter.samples_per_second or 0:,.0f} samples/s"
             if points := self._curves.get("val/acc"):
                 best, step = max((acc, step) for step, acc in points)
-                said += f"\nbest val/acc {best:.4f} (step {step})"
+                title += f"\nbest val/acc {best:.4f} (step {step})"
             if "test/acc" in trainer.callback_metrics:
-                said += f", test/acc {float(trainer.callback_metrics['test/acc']):.4f}"
-            for board in found:
-                board.experiment.add_figure(PICTURE, draw(self._curves, said), trainer.global_step)
+                title += f", test/acc {float(trainer.callback_metrics['test/acc']):.4f}"
+            for board in writers:
+                board.experiment.add_figure(PICTURE, draw(self._curves, title), trainer.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {"curves": self._curves}

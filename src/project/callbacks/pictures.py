@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from lockstep import Spec, gather_objects, is_last_step, untimed
+from lockstep import Spec, exclude_from_timing, gather_objects, is_last_step
 from project.callbacks.first_page import HEIGHT, boards, figure
 
 MOST_CLASSES = 100  # in a confusion matrix, and curves of the accuracy by class: more help nobody
@@ -60,12 +60,12 @@ class Pictures(Callback):
         self._hook = pl_module.register_forward_hook(remember)
 
     def _count(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        (given, logits), self._seen = self._seen, (None, None)
+        (seen_images, logits), self._seen = self._seen, (None, None)
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        found = given is x and not trainer.datamodule.stand_in(_split(trainer))
-        if found and _classified(x, logits, y, self._confusion.num_classes):
+        is_this_batch = seen_images is x and not trainer.datamodule.stand_in(_split(trainer))
+        if is_this_batch and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
@@ -79,7 +79,7 @@ class Pictures(Callback):
             return
         self._leave()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
-        with untimed(trainer):
+        with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
             sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
             drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)
@@ -153,11 +153,11 @@ class Mistakes:
         logs = logits.detach().double().log_softmax(dim=1)
         sure, predictions = logs.max(dim=1)
         losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
-        found = losses.topk(min(self._most, len(y))).indices
+        indices = losses.topk(min(self._most, len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
-        pixels = ((x[found] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         images = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        facts = (part[found].tolist() for part in (losses, y, predictions, sure.exp()))
+        facts = (part[indices].tolist() for part in (losses, y, predictions, sure.exp()))
         self.worst = self._worst(self.worst + [each for each in zip(*facts, images, strict=True) if each[0] >= 0])
 
     def gather(self) -> None:
@@ -170,14 +170,14 @@ class Mistakes:
         made = figure(max(HEIGHT, 0.25 + rows), title)
         for axes in made.subplots(rows, COLUMNS, squeeze=False).flat:
             axes.axis("off")
-        for axes, (_, label, said, sure, image) in zip(made.axes, self.worst, strict=False):
+        for axes, (_, label, predicted, sure, image) in zip(made.axes, self.worst, strict=False):
             axes.imshow(image[..., : 3 if image.shape[-1] >= 3 else 1], cmap="gray", vmin=0, vmax=255)
-            told = f"{self.classes[said][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
-            axes.set_title(told, fontsize=8, y=-0.55)
+            caption = f"{self.classes[predicted][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
+            axes.set_title(caption, fontsize=8, y=-0.55)
         return made
 
-    def _worst(self, found: Iterable[Mistake]) -> list[Mistake]:
-        return sorted(found, key=lambda mistake: mistake[0], reverse=True)[: self._most]
+    def _worst(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
+        return sorted(mistakes, key=lambda mistake: mistake[0], reverse=True)[: self._most]
 
 
 def _split(trainer: Trainer) -> str:

@@ -55,11 +55,11 @@ def cifar10(data_dir: str) -> Source:
 
 def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Source:
     folder = Path(data_dir, torchvision_name, "raw")
-    if not all(_found(folder, file).is_file() for file in MNIST_FILES):
+    if not all(_plain_or_gzipped(folder, file).is_file() for file in MNIST_FILES):
         _download(name, torchvision_name, f"{torchvision_name}/raw", data_dir, ", ".join(MNIST_FILES))
     arrays = []
     for images_file, labels_file in (MNIST_FILES[:2], MNIST_FILES[2:]):
-        images_path, labels_path = _found(folder, images_file), _found(folder, labels_file)
+        images_path, labels_path = _plain_or_gzipped(folder, images_file), _plain_or_gzipped(folder, labels_file)
         images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
         if len(images) != len(labels):
             raise UserError(f"{labels_path}: {len(labels)} labels, but {images_path.name} has {len(images)} images")
@@ -71,7 +71,7 @@ def _idx_set(name: str, torchvision_name: str, data_dir: str, spec: Spec) -> Sou
     return Source(arrays[0], arrays[1], spec)
 
 
-def _found(folder: Path, name: str) -> Path:
+def _plain_or_gzipped(folder: Path, name: str) -> Path:
     return folder / name if (folder / name).is_file() else folder / f"{name}.gz"
 
 

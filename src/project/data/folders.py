@@ -41,43 +41,43 @@ def image_folder(
     root = Path(data_dir)
     if not root.is_dir():
         raise UserError(f"image_folder: data_dir={data_dir} is no folder; it should {WANTED}")
-    there = [name for name in PARTS if (root / name).is_dir()]
+    parts = [name for name in PARTS if (root / name).is_dir()]
     doubtful = sorted({e.name for e in os.scandir(root) if e.is_dir() and e.name.lower() in OTHERWISE} - set(PARTS))
     if doubtful:
         raise UserError(f"image_folder: {root} has a folder {doubtful[0]}: is it one of {', '.join(PARTS)}? Rename it")
-    if there and ("train" not in there or len(there) == 1):
-        lacks = "train/" if "train" not in there else "neither test/ nor val/"
-        alone = f"; data_dir={root / 'train'} would split it" if there == ["train"] else ""
-        raise UserError(f"image_folder: {root} has {there[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
-    found = {name: class_folders(root / name, image_size, channels) for name in there or [""]}
-    files, classes = found[there[0] if there else ""]
+    if parts and ("train" not in parts or len(parts) == 1):
+        lacks = "train/" if "train" not in parts else "neither test/ nor val/"
+        alone = f"; data_dir={root / 'train'} would split it" if parts == ["train"] else ""
+        raise UserError(f"image_folder: {root} has {parts[0]}/ and {'no ' * (lacks == 'train/')}{lacks}{alone}")
+    opened = {name: class_folders(root / name, image_size, channels) for name in parts or [""]}
+    files, classes = opened[parts[0] if parts else ""]
     if len(classes) < 2:
-        only = f"{root / there[0] if there else root} has only one folder, {classes[0]}"
+        only = f"{root / parts[0] if parts else root} has only one folder, {classes[0]}"
         raise UserError(f"image_folder: {only}; one per class is expected there, two at least")
-    for name, (_, others) in found.items():
+    for name, (_, others) in opened.items():
         if differing := sorted(set(classes) ^ set(others)):
             odd = f"only {'train' if differing[0] in classes else name}/ has {differing[0]}"
             raise UserError(f"image_folder: train/ and {name}/ in {root} must have the same classes; {odd}")
     left_out = ""
     if skip_broken:
-        ids, left_out = decodable([part for part, _ in found.values()])
-        found = {name: (part.part(good), classes) for (name, (part, _)), good in zip(found.items(), ids, strict=True)}
-        for name, (part, _) in found.items():
+        ids, left_out = decodable([part for part, _ in opened.values()])
+        opened = {name: (part.part(good), classes) for (name, (part, _)), good in zip(opened.items(), ids, strict=True)}
+        for name, (part, _) in opened.items():
             if empty := sorted(set(range(len(classes))) - set(part.labels.tolist())):
                 raise UserError(f"image_folder: no image in {root / name / classes[empty[0]]} can be decoded")
-        files = found[there[0] if there else ""][0]
+        files = opened[parts[0] if parts else ""][0]
     else:
-        check_headers([part for part, _ in found.values()])
-    if there:
-        train, val, test = (found[name][0] if name in found else None for name in PARTS)
+        check_headers([part for part, _ in opened.values()])
+    if parts:
+        train, val, test = (opened[name][0] if name in opened else None for name in PARTS)
         what = "nothing is tested" if test is None else "a part of train/ validates" if val is None else ""
     else:
         train, val, test = split(files, val_fraction, test_fraction, split_seed)
         what = "split by data.val_fraction, data.test_fraction and data.split_seed"
-    layout = ", ".join(f"{name}/" for name in there) or "a folder per class"
+    layout = ", ".join(f"{name}/" for name in parts) or "a folder per class"
     about = f"image_folder: {'; '.join(filter(None, [f'{layout} in {root}', what, left_out]))}"
     spec = image_spec(image_size, channels, mean, std, classes)
-    return Source(train, test, spec, val, about=about, divided=not there)
+    return Source(train, test, spec, val, about=about, divided=not parts)
 
 
 def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledFiles, list[str]]:
@@ -92,17 +92,17 @@ def class_folders(root: Path, image_size: int, channels: int) -> tuple[LabelledF
     for name in map(os.fsencode, classes):
         if name.decode(errors="replace").encode() != name:
             raise UserError(f"image_folder: {root} has a folder whose name is not UTF-8, {name!r}: rename it")
-    found = [images_in(root, name) for name in classes]
-    empty = [name for name, names in zip(classes, found, strict=True) if not names]
+    image_names = [images_in(root, name) for name in classes]
+    empty = [name for name, names in zip(classes, image_names, strict=True) if not names]
     if empty:
         raise UserError(f"image_folder: no image in {root / empty[0]}; known: {', '.join(EXTENSIONS)}")
-    labels = np.repeat(np.arange(len(found)), [len(names) for names in found])
-    return LabelledFiles(root, np.array([*chain(*found)]), labels, image_size, channels), classes
+    labels = np.repeat(np.arange(len(image_names)), [len(names) for names in image_names])
+    return LabelledFiles(root, np.array([*chain(*image_names)]), labels, image_size, channels), classes
 
 
 def images_in(root: Path, name: str) -> list[str]:
     """Paths of a class's images, relative to `root`, in sorted order. A folder that links lead to again counts once."""
-    found, seen = [], set()
+    paths, seen = [], set()
     for folder, folders, files in os.walk(root / name, followlinks=True):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()
@@ -111,8 +111,8 @@ def images_in(root: Path, name: str) -> list[str]:
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         # sorted: of two links to a folder, the same one is followed on every machine
         images = (file for file in files if file.lower().endswith(EXTENSIONS) and not file.startswith("."))
-        found += [os.path.relpath(os.path.join(folder, file), root) for file in images]
-    return sorted(found)
+        paths += [os.path.relpath(os.path.join(folder, file), root) for file in images]
+    return sorted(paths)
 
 
 class ImageFiles(LabelledFiles):
@@ -135,8 +135,8 @@ class ImageFiles(LabelledFiles):
     def __init__(self, images: str | Path | Sequence[str], image_size: int, channels: int) -> None:
         if channels not in MODES:
             raise UserError(f"images={images}: image files have 1 or 3 channels, the model was trained on {channels}")
-        given = [images] if isinstance(images, str | Path) else images
-        parts = [Path(str(each)).expanduser() for each in given]
+        sources = [images] if isinstance(images, str | Path) else images
+        parts = [Path(str(each)).expanduser() for each in sources]
         alone = len(parts) == 1 and parts[0].is_dir()  # its files are called as they are in there
         names = images_in(parts[0], ".") if alone else [*chain(*map(_paths, parts))]
         if not names:
@@ -153,21 +153,21 @@ class ImageFiles(LabelledFiles):
             return torch.zeros(self.channels, self.image_size, self.image_size, dtype=torch.uint8), -1
 
 
-def _paths(given: Path) -> list[str]:
+def _paths(source: Path) -> list[str]:
     """The image files that a path stands for; those of a list are relative to its folder."""
-    if given.is_dir():
-        return [str(given / name) for name in images_in(given, ".")]
-    if not given.is_file():
-        raise UserError(f"images={given}: no such file or folder")
-    kind = given.suffix.lower()
+    if source.is_dir():
+        return [str(source / name) for name in images_in(source, ".")]
+    if not source.is_file():
+        raise UserError(f"images={source}: no such file or folder")
+    kind = source.suffix.lower()
     if kind not in (".txt", ".csv"):
-        return [str(given)]
-    lines = given.read_text("utf-8-sig", errors="surrogateescape").splitlines()
+        return [str(source)]
+    lines = source.read_text("utf-8-sig", errors="surrogateescape").splitlines()
     rows = [[line.strip()] for line in lines] if kind == ".txt" else list(csv.reader(lines))
     head = rows[0] if rows else []
     named = next((head.index(name) for name in ("file", "path") if name in head), None)
-    paths = [given.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
+    paths = [source.parent / row[named or 0] for row in rows[named is not None :] if row and row[named or 0]]
     if absent := [path for path in paths if not path.is_file()]:
         where = "relative to its folder, of a .csv in the column file or path, else the first"
-        raise UserError(f"images={given}: there is no {absent[0]}; a list's paths are {where}")
+        raise UserError(f"images={source}: there is no {absent[0]}; a list's paths are {where}")
     return list(map(str, paths))

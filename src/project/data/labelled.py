@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lockstep import Spec, UserError, cores, plural
+from lockstep import Spec, UserError, available_cores, plural
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's, by channels
 UNREADABLE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
@@ -120,7 +120,9 @@ def image_spec(
         raise ValueError(f"image_size={image_size}: must be a whole number of at least 1")
     if type(channels) is not int or channels not in MODES:
         raise ValueError(f"channels={channels}: must be 1 (grey) or 3 (RGB)")
-    mean, std = (usual if given is None else given for given, usual in zip((mean, std), MOMENTS[channels], strict=True))
+    mean, std = (
+        usual if moment is None else moment for moment, usual in zip((mean, std), MOMENTS[channels], strict=True)
+    )
     for name, values in {"mean": mean, "std": std}.items():
         if not isinstance(values, Sequence) or len(values) != channels:
             raise ValueError(f"{name}={values}: must be {plural(channels, 'number')}, one per channel")
@@ -184,7 +186,7 @@ def decodable(parts: Sequence[LabelledFiles]) -> tuple[list[NDArray[np.int64]], 
     decoded, and a text that counts the others."""
     paths = [part.path(index) for part in parts for index in range(len(part))]
     kinds = [MODES[part.channels] for part in parts for _ in range(len(part))]
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         whole = np.array([*pool.map(_can_be_decoded, paths, kinds)], dtype=bool)
     broken = [str(path) for path, good in zip(paths, whole, strict=True) if not good]
     text = f"{plural(len(broken), 'file')} left out, which can't be decoded: {first_of(broken)}"

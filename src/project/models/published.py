@@ -49,15 +49,15 @@ class Published(ImageClassifier):
             net = self.make(arch, channels, image_size, num_classes, pretrained, dict(options or {}))
             out = _tried(net, torch.zeros(min(2, smallest_piece), channels, image_size, image_size))
         except (AssertionError, RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:
-            said = str(error).partition("\n")[0]
-            if said.startswith(("arch=", "pretrained=")):
+            message = str(error).partition("\n")[0]
+            if message.startswith(("arch=", "pretrained=")):
                 raise
-            if "more than 1 value per channel" in said:
-                said = (
+            if "more than 1 value per channel" in message:
+                message = (
                     "its BatchNorm has one value per channel there in a piece of one sample, which an epoch's short "
                     "tail leaves: larger images, another batch_size or fewer pieces"
                 )
-            raise ValueError(f"arch={arch}: does not take {images}: {said}") from error
+            raise ValueError(f"arch={arch}: does not take {images}: {message}") from error
         if not isinstance(out, Tensor) or out.shape[1:] != (num_classes,):
             made = list(out.shape[1:]) if isinstance(out, Tensor) else type(out).__name__
             raise ValueError(f"arch={arch}: gives {made} in training, where logits [n, {num_classes}] are needed")
@@ -142,12 +142,12 @@ def downloaded(weights: Any) -> dict[str, Tensor]:
     """
     name = weights.url.rpartition("/")[2]
     try:
-        found: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except Exception as error:  # no network, no rights, no room, or a damaged file: all end alike
         reason = str(error).partition("\n")[0]
         place = f"{torch.hub.get_dir()}/checkpoints/{name}"
         raise ValueError(f"pretrained=true: no usable weights ({reason}); put torchvision's file at {place}") from error
-    return found
+    return state
 
 
 def _must_be_known(arch: str, known: Iterable[str], library: str) -> None:
@@ -163,12 +163,12 @@ def _first_convolution(net: nn.Module) -> tuple[str, Any]:
     return next((f"{name}.weight", layer) for name, layer in net.named_modules() if isinstance(layer, nn.Conv2d))
 
 
-def _for_images_of(net: nn.Module, channels: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _for_images_of(net: nn.Module, channels: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights from a file, of which the first convolution's are for RGB."""
     name, layer = _first_convolution(net)
-    if name not in found or found[name].ndim != layer.weight.ndim:
-        return found
-    return {**found, name: _of_channels(found[name], channels)}
+    if name not in state or state[name].ndim != layer.weight.ndim:
+        return state
+    return {**state, name: _of_channels(state[name], channels)}
 
 
 def _of_channels(weight: Tensor, channels: int) -> Tensor:

@@ -11,7 +11,7 @@ from test_promise_4_same_result import TOGETHER, featured
 
 from lockstep.arithmetic.layout import Layout, resolve
 from lockstep.arithmetic.order import DataOrder
-from lockstep.extras.audit.choice import chosen, verdict
+from lockstep.extras.audit.choice import choose_piece, verdict
 
 pytestmark = pytest.mark.slow
 TRAINED = 81  # samples, in four steps an epoch
@@ -35,7 +35,7 @@ def devices_of(on: Layout) -> list[tuple[int, ...]]:
     """Who computes the piece that is computed again, its owner first, in each step of a run."""
     order, found = DataOrder(TRAINED, on, 0), []
     for step in range(8):
-        choice = chosen(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
+        choice = choose_piece(1.0, 0, step, [len(piece) for piece in order.pieces(*order.position(step))], on)
         assert choice is not None
         found.append(choice.devices)
     return found
@@ -104,7 +104,8 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
     told = flips("got", "1", 2)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
-    said = "rank 1 failed: Damaged: step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    wrong = "the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    said = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
     assert run.summary["error"].startswith(said), run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
@@ -200,11 +201,11 @@ def test_verdict(results: list[tuple[int, str]], wrong: list[int], still: bool) 
 def test_the_share_of_steps_is_kept_and_no_device_is_left_out() -> None:
     for devices in (1, 2, 3, 6):
         on = layout(devices, "ddp" if devices > 1 else "single")
-        found = [chosen(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
+        found = [choose_piece(0.25, 7, step, [4, 4, 0, 4, 4, 4], on) for step in range(4000)]
         there = [choice for choice in found if choice]
         assert 900 < len(there) < 1100
         assert {choice.piece for choice in there} == {0, 1, 3, 4, 5}
         assert all(choice.piece in on.owned(choice.devices[0]) for choice in there)
         assert {choice.devices[1] for choice in there} == set(range(devices))
         assert all(len(set(choice.devices)) == min(devices, 3) for choice in there)
-    assert not any(chosen(0.0, 7, step, [4], layout(1, "single")) for step in range(99))
+    assert not any(choose_piece(0.0, 7, step, [4], layout(1, "single")) for step in range(99))

@@ -16,11 +16,11 @@ import pytest
 import torch
 from conftest import STRUCK, Program, composed, forked, summary_of, wait_for
 
-from lockstep.checkpoint.io import keep, save
-from lockstep.checkpoint.paths import steps_kept
+from lockstep.checkpoint.io import keep_step_checkpoint, save
+from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.check import check
 from lockstep.data.build import open_data
-from lockstep.extras.ledger.lines import config_sha256, hashes, line_sha256, parsed, samples_sha256, text_of
+from lockstep.extras.ledger.ledger_file import config_sha256, hashes, line_sha256, parse_line, samples_sha256, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "ledger.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    file.write_text("".join(line for line in lines if parsed(line)["step"] < last))
+    file.write_text("".join(line for line in lines if parse_line(line)["step"] < last))
     killed(program, 160, f"resume={folder}", "strategy=ddp", "devices=3")
     lost = json.loads(file.read_text().splitlines()[-1]) | {"step": 10**6}
     with file.open("a") as more:
@@ -76,7 +76,7 @@ def test_a_ledger_has_neither_gap_nor_double(run: Path) -> None:
     assert [line["before"] for line in lines] == [None, *map(line_sha256, texts[:-1])]
     assert lines[-1]["weights_sha256"] == summary_of(run)["weights_sha256"]
     assert [line["step"] for line in lines if "about" in line] == [0], "another layout is no other run under exact"
-    kept = steps_kept(run / "checkpoints")
+    kept = step_checkpoints(run / "checkpoints")
     assert [*kept] == steps[1:]
     assert len({path.stat().st_ino for path in kept.values()}) == len(kept), "none is another one's second name"
 
@@ -181,7 +181,7 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     orders = [each.order(config.layout, config.seed) for each in (splits, replace(splits, balanced=False))]
     taken, plain = (samples_sha256(order, 0, 5) for order in orders)
     assert ledger(folder)[1]["samples_sha256"] == taken != plain, "of the samples that the run took"
-    assert [*steps_kept(folder / "checkpoints")] == [20, 24]
+    assert [*step_checkpoints(folder / "checkpoints")] == [20, 24]
     code, said = verified(folder, "steps=[24]")
     assert (code, "has the same bits on its own layout only: strategy=ddp devices=2" in said) == (2, True), said
     code, said = verified(folder, "steps=[24]", "devices=2")
@@ -207,7 +207,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 12, 15, 9):
         last.unlink(missing_ok=True)
         last.write_text(str(step))
-        keep(last, step, 2)
+        keep_step_checkpoint(last, step, 2)
         kept = {5: [5], 10: [5, 10], 12: [10, 12], 15: [12, 15], 9: [9]}[step]
-        assert [*steps_kept(tmp_path)] == kept, "of steps behind which a run has gone back, none"
+        assert [*step_checkpoints(tmp_path)] == kept, "of steps behind which a run has gone back, none"
     assert (tmp_path / "step_9.ckpt").samefile(last)

@@ -57,9 +57,9 @@ class Audit(Extra):
         return [self._hook]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.audit.hook import Tells
+        from lockstep.extras.audit.hook import LogAuditCount
 
-        return [Tells(self._hook)]
+        return [LogAuditCount(self._hook)]
 
     def metrics(self) -> Mapping[str, float]:
         return {"audit/pieces": self._hook.pieces}

@@ -16,13 +16,13 @@ class Choice(NamedTuple):
     devices: tuple[int, ...]
 
 
-def chosen(share: float, seed: int, step: int, sizes: Sequence[int], layout: Layout) -> Choice | None:
+def choose_piece(share: float, seed: int, step: int, sizes: Sequence[int], layout: Layout) -> Choice | None:
     """The piece of a step, if any, that is computed again; `sizes` are the samples of its pieces. Which steps and
     pieces follows from the seed alone, who computes from the layout too."""
     if hash64(seed, 0xA0D17, step) >= share * 2**64:
         return None
-    there = [piece for piece, size in enumerate(sizes) if size]
-    piece = there[hash64(seed, 0xA0D17, step, 1) % len(there)]
+    nonempty = [piece for piece, size in enumerate(sizes) if size]
+    piece = nonempty[hash64(seed, 0xA0D17, step, 1) % len(nonempty)]
     devices = range(layout.num_devices)
     owner = next(device for device in devices if piece in layout.owned(device))
     others = [device for device in devices if device != owner] or [owner]

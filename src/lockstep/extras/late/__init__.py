@@ -46,7 +46,7 @@ class Late(Extra):
                 f"strategy.compression={config.strategy.compression}",
                 "a late gradient is sent by itself, and not by DDP, which compresses",
             )
-        if any(extra.own_weights for extra in config.extras.values()):
+        if any(extra.separate_weights for extra in config.extras.values()):
             yield "extras=[local_sgd]", "no gradient is sent"
         if config.nonfinite == "skip":
             yield "nonfinite=skip", "other steps have built on it by then"
@@ -75,6 +75,6 @@ class Late(Extra):
         return [LateSteps(self._sum)]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.late.sum import AppliesTheRest
+        from lockstep.extras.late.sum import ApplyRemaining
 
-        return [AppliesTheRest(self._sum)]
+        return [ApplyRemaining(self._sum)]

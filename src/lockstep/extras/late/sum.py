@@ -59,7 +59,7 @@ class LateSum(WrappedGradientSum):
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
             self.apply(started)
             step.passes.before_optimizer_step(step)
-            step.passes.settle()
+            step.passes.flush()
         names = {id(p): name for name, p in step.module.named_parameters()}
         named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
         return {"step": step.number, "gradients": named, "bounds": bounds}
@@ -95,10 +95,10 @@ class LateSteps(StepHook):
 
     def after_optimizer_step(self, step: Step) -> None:
         if is_last_step(step.trainer):
-            apply_the_rest(step.trainer, self.late)
+            apply_remaining(step.trainer, self.late)
 
 
-class AppliesTheRest(Callback):
+class ApplyRemaining(Callback):
     """Applies what waits, and saves, at the end of a run that was stopped early, and of one that resumes where no step
     is left. Before other callbacks: an average of the weights takes their place at the end."""
 
@@ -106,7 +106,7 @@ class AppliesTheRest(Callback):
         self.late = late
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if apply_the_rest(trainer, self.late):
+        if apply_remaining(trainer, self.late):
             for callback in trainer.checkpoint_callbacks:
                 if isinstance(callback, Checkpoint):
                     callback.save(trainer)
@@ -114,10 +114,10 @@ class AppliesTheRest(Callback):
     on_fit_end = on_train_end
 
 
-def apply_the_rest(trainer: Any, late: LateSum) -> int:
+def apply_remaining(trainer: Any, late: LateSum) -> int:
     """Apply the gradients that wait, the oldest first. They count as no steps. Returns how many there were."""
     loop, count = trainer.fit_loop.epoch_loop, late.waiting
     while late.waiting:
         loop.optimizer_step_with(lambda: loop.passes.before_optimizer_step(late.apply_next()))
-    loop.passes.settle()
+    loop.passes.flush()
     return count

@@ -28,7 +28,7 @@ class Ledger(Extra):
         if not any("Checkpoint" in str(options) for options in config.callbacks.values()):
             yield "no callbacks.checkpoint", "a line is that of a checkpoint"
         for extra in config.extras.values():
-            if extra.own_weights:
+            if extra.separate_weights:
                 yield (
                     extra.setting,
                     "a checkpoint has one device's optimizer state, so no part could be computed again",
@@ -39,12 +39,12 @@ class Ledger(Extra):
     def checkpoint_observers(self, parts: RunParts) -> Sequence[CheckpointObserver]:
         if parts.rank:
             return ()
-        from lockstep.extras.ledger.lines import LedgerFile
+        from lockstep.extras.ledger.ledger_file import LedgerFile
 
         self._lines = LedgerFile(parts.folder, parts.config, parts.splits, parts.resumed, parts.module.state_dict())
         return [self._lines]
 
     def callbacks(self, parts: RunParts) -> Sequence["Callback"]:
-        from lockstep.extras.ledger.lines import Mends
+        from lockstep.extras.ledger.ledger_file import RepairLedger
 
-        return [Mends(self._lines)] if self._lines is not None else []
+        return [RepairLedger(self._lines)] if self._lines is not None else []

@@ -22,7 +22,7 @@ class LocalSgd(Extra):
         every: steps between averages; there is one before each validation and checkpoint, too.
     """
 
-    own_weights = True
+    separate_weights = True
     can_skip = False
 
     def __init__(self, every: int) -> None:
@@ -59,11 +59,11 @@ class LocalSgd(Extra):
             )
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
-        from lockstep.extras.local_sgd.average import OwnGradients
+        from lockstep.extras.local_sgd.average import LocalGradients
 
-        return OwnGradients(gradients)
+        return LocalGradients(gradients)
 
     def step_hooks(self, parts: RunParts) -> Sequence["StepHook"]:
-        from lockstep.extras.local_sgd.average import Averages
+        from lockstep.extras.local_sgd.average import AverageWeights
 
-        return [Averages(self.every)]
+        return [AverageWeights(self.every)]

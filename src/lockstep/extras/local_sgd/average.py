@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from lockstep.step.batch import MicroBatch, StepBatch
-from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained
+from lockstep.step.gradients import GradientSum, WrappedGradientSum, trained_parameters
 from lockstep.step.hooks import StepHook
 from lockstep.step.passes import Step
 
 
-class OwnGradients(WrappedGradientSum):
+class LocalGradients(WrappedGradientSum):
     """The gradient of the mean loss over this process's samples; nothing is sent."""
 
     def __init__(self, inner: GradientSum) -> None:
@@ -30,7 +30,7 @@ class OwnGradients(WrappedGradientSum):
         return step
 
 
-class Averages(StepHook):
+class AverageWeights(StepHook):
     """Averages the weights of all processes after every so many steps, and before somebody reads them. When, follows
     from the step; a counter, such as that of Lightning's `model_averaging_period`, begins anew in a resumed run."""
 
@@ -46,7 +46,7 @@ class Averages(StepHook):
     def before_weights_are_read(self) -> None:
         """Average copies by torch's own function: it lays weights out anew, and an optimizer's state would stay."""
         if self._module is not None:
-            weights = [parameter.detach() for parameter in trained(self._module)]
+            weights = [parameter.detach() for parameter in trained_parameters(self._module)]
             self._module = None
             copies: list[Any] = [weight.clone() for weight in weights]
             everybody: Any = dist.group.WORLD

@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.errors import UserError
 
 
-def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
+def stage_starts(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | str], stages: int) -> list[int]:
     """The parts with which the second and later stages begin, by `strategy.split`: their numbers or names.
 
     Raises:
@@ -16,12 +16,14 @@ def chosen(module: nn.Module, parts: Sequence[nn.Module], split: Sequence[int | 
     """
     paths = {id(layer): name for name, layer in module.named_modules()}
     names = [paths.get(id(part), str(at)).rpartition(".")[2] for at, part in enumerate(parts)]
-    given = f"strategy.split=[{','.join(map(str, split))}]"
+    setting = f"strategy.split=[{','.join(map(str, split))}]"
     if unknown := [part for part in split if part not in names and part not in range(len(parts))]:
-        raise UserError(f"{given}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}")
+        raise UserError(
+            f"{setting}: there is no part {unknown[0]}; known: 0 to {len(parts) - 1}, or {', '.join(names)}"
+        )
     starts = [part if isinstance(part, int) else names.index(part) for part in split]
     if len(starts) != stages - 1 or sorted({0, *starts}) != [0, *starts]:
-        raise UserError(f"{given}: must be the {stages - 1} parts that the later ones of {stages} stages begin with")
+        raise UserError(f"{setting}: must be the {stages - 1} parts that the later ones of {stages} stages begin with")
     return starts
 
 

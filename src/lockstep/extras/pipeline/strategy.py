@@ -32,16 +32,16 @@ from torchmetrics import Metric
 
 from lockstep.arithmetic.exact_sum import dense
 from lockstep.errors import UserError
-from lockstep.extras.pipeline.cut import balanced, chosen
+from lockstep.extras.pipeline.cut import balanced, stage_starts
 from lockstep.step.batch import MicroBatch
-from lockstep.step.parts import contents, parts_of
+from lockstep.step.network_parts import contents, parts_of
 from lockstep.step.protocols import Action
-from lockstep.strategies.base import PieceStrategy, T, generators, twin
+from lockstep.strategies.base import PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
 MEASURED = 3  # passes of which the fastest counts
 HEADER = 1 << 13  # bytes: a tensor's dtype, shape and strides, and the generators' states (the host's has 5,056)
-KEPT = 2  # tensors on their way to one rank; then it is waited for
+MAX_IN_FLIGHT = 2  # tensors on their way to one rank; then it is waited for
 ANCHOR = torch.zeros((), requires_grad=True)  # so that autograd comes to both ends of a stage, trained or not
 
 
@@ -81,7 +81,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             self._cut(model)
             self.numbers_come_later = self.global_rank > 0
             self._first = self.global_rank == self.world_size - 1
-            self.precision_plugin = twin(self.precision_plugin, _ClipsAllStages)
+            self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
         return model
 
@@ -95,7 +95,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         if len(parts) < stages:
             raise UserError(f"strategy=pipeline: {kind} has {len(parts)} parts, too few for {stages} stages")
         seconds = self.broadcast(self._measured(model, parts))
-        starts = chosen(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
+        starts = stage_starts(model, parts, self._split, stages) if self._split else balanced(seconds, stages)
         for rank, start, end in zip(reversed(range(stages)), [0, *starts], [*starts, len(parts)], strict=True):
             stage = nn.Sequential(*parts[start:end])
             if any(self._rank_of.get(id(parameter), rank) != rank for parameter in stage.parameters()):
@@ -181,12 +181,12 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         asked again."""
         self._step, self._calls = name, 0
         try:
-            found = getattr(twin(self.lightning_module), name)(*args, **kwargs)
+            output = getattr(proxy(self.lightning_module), name)(*args, **kwargs)
         except _Left as left:
             return left.args[0]
         if not self._calls:
             raise UserError(f"strategy=pipeline: {name} must call self(x), which passes all stages, not a single layer")
-        return found
+        return output
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         self._calls += 1
@@ -206,16 +206,16 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
         if self.global_rank:
             raise _Left(_Send.apply(y, ANCHOR, self))
-        return self._tell(y)
+        return self._send_to_all(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
         y: Tensor = self._stage(x if self._first else self.receive(self.global_rank + 1))
         if not self.global_rank:
-            return self._tell(y)
+            return self._send_to_all(y)
         self.send(y, self.global_rank - 1)
         return self.receive(0)
 
-    def _tell(self, y: Tensor) -> Tensor:
+    def _send_to_all(self, y: Tensor) -> Tensor:
         for rank in range(1, self.world_size):
             self.send(y, rank)
         return y
@@ -229,13 +229,13 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             raise UserError(f"strategy=pipeline: a stage can't hand on {tensor.dtype}, which has no gradient")
         once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         stored = once if dense(once) else once.contiguous()
-        strides = [own and new for own, new in zip(tensor.stride(), stored.stride(), strict=True)]
+        strides = [old and new for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
         states = [generator.get_state().numpy() for generator in generators(self.root_device)]
         header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
         group = self._back if to > self.global_rank else None
         parts = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
         self._sent[to].append([(dist.isend(part, to, group), part) for part in parts])
-        while len(self._sent[to]) > KEPT:
+        while len(self._sent[to]) > MAX_IN_FLIGHT:
             for work, _ in self._sent[to].popleft():
                 work.wait()
 
@@ -255,35 +255,35 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
     # --- over all stages ---
 
-    def gathered(self, own: dict[T, Any]) -> dict[T, Any]:
+    def gather_parts(self, local_values: dict[T, Any]) -> dict[T, Any]:
         parts: list[Any] | None = [None] * self.world_size if self.is_global_zero else None
-        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own), parts)
-        return {key: value for part in parts or [own] for key, value in part.items()}
+        dist.gather_object(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), local_values), parts)
+        return {key: value for part in parts or [local_values] for key, value in part.items()}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        return {**state, **self.gathered(self._own(state))}
+        return {**state, **self.gather_parts(self._select_local(state))}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        own = self._own(checkpoint["state_dict"])  # all, before the cut
-        super().load_model_state_dict({"state_dict": own}, strict and self._stage is None)
+        local_state = self._select_local(checkpoint["state_dict"])  # all, before the cut
+        super().load_model_state_dict({"state_dict": local_state}, strict and self._stage is None)
 
-    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_local(self, state: Mapping[str, Any]) -> dict[str, Any]:
         rank = self.global_rank
         return {name: value for name, value in state.items() if self._names.get(name, rank) == rank}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state = self._own_state(optimizer, super().optimizer_state(optimizer))
-        return {**state, "state": dict(sorted(self.gathered(state["state"]).items()))}
+        state = self._select_local_state(optimizer, super().optimizer_state(optimizer))
+        return {**state, "state": dict(sorted(self.gather_parts(state["state"]).items()))}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = map(self._own_state, self.optimizers, checkpoint["optimizer_states"])
+        states = map(self._select_local_state, self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(states)})
 
-    def _own_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_local_state(self, optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        own = {number: value for number, value in state["state"].items() if self.holds(parameters[number])}
-        return {**state, "state": own}
+        local_values = {number: value for number, value in state["state"].items() if self.holds(parameters[number])}
+        return {**state, "state": local_values}
 
     def gradient_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         norms = torch.zeros(2, len(parameters), dtype=torch.float64, device=self.root_device)
@@ -299,7 +299,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
 
 
 class _ClipsAllStages:
-    """What the precision plugin's twin has before its class."""
+    """What the precision plugin's proxy has before its class."""
 
     main_params: Any
     strategy: StagedStrategy

@@ -25,12 +25,12 @@ def check_batch_norms(config: Config, splits: Splits, module: pl.LightningModule
     """Refuse a run in which a BatchNorm layer would get one value per channel in a piece of one sample.
 
     The module's `forward` is tried on a sample in evaluation mode, which changes nothing. A module that can't be tried
-    so is refused at its step instead, see `refusal`.
+    so is refused at its step instead, see `single_value_error`.
     """
     samples = len(splits.train)
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
     if layers and smallest_piece(config, samples) == 1 and _values_per_channel(module, layers, splits) == 1:
-        raise refusal(config, samples)
+        raise single_value_error(config, samples)
 
 
 def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], splits: Splits) -> int:
@@ -60,7 +60,7 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
     return min(seen, default=0)
 
 
-def refusal(config: Config, samples: int) -> UserError:
+def single_value_error(config: Config, samples: int) -> UserError:
     """The line that names the nearest batch sizes and pieces that fit."""
     layout = config.layout
     tail, last = samples % layout.batch_size, ""
@@ -93,6 +93,6 @@ def _pieces(config: Config, samples: int) -> Iterator[str]:
         fits = smallest_piece(replace(config, layout=replace(layout, pieces=pieces)), samples) > 1
         if fits and layout.batch_size % pieces == 0:
             each, rest = divmod(pieces, layout.num_devices)
-            accumulated = "accumulate_grad_batches" in config.given and not rest
+            accumulated = "accumulate_grad_batches" in config.overridden and not rest
             yield f"accumulate_grad_batches={each}" if accumulated else f"pieces={pieces}"
             return

@@ -8,7 +8,7 @@ from lockstep.config.check import Config
 
 
 @dataclass(frozen=True)
-class Length:
+class RunLength:
     """A whole run, from its first step, whichever checkpoint it continues from."""
 
     steps: int  # optimizer steps
@@ -16,11 +16,11 @@ class Length:
     ends_by: Literal["max_epochs", "max_steps"]  # the key whose limit is reached first; both at once: max_steps
 
 
-def length_of(config: Config, samples: int) -> Length:
+def run_length(config: Config, samples: int) -> RunLength:
     """Return how long a run on `samples` training samples is."""
     per_epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
     epochs, steps = config.length
     if epochs is not None and (steps is None or steps > epochs * per_epoch):
-        return Length(epochs * per_epoch, epochs, "max_epochs")
+        return RunLength(epochs * per_epoch, epochs, "max_epochs")
     assert steps is not None
-    return Length(steps, -(-steps // per_epoch), "max_steps")
+    return RunLength(steps, -(-steps // per_epoch), "max_steps")

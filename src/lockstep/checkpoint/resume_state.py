@@ -34,8 +34,8 @@ class ResumeState(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         changed = {name: now for name, now in _trained(pl_module).items() if now != self._trained.get(name)}
-        kept = {"length": self.length, "trained": changed, "settings": self.settings}
-        checkpoint["continuation"] = {"stopped": trainer.should_stop, **kept}
+        record = {"length": self.length, "trained": changed, "settings": self.settings}
+        checkpoint["continuation"] = {"stopped": trainer.should_stop, **record}
 
     def on_load_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("continuation")
@@ -68,10 +68,12 @@ class ResumeState(Callback):
             states.append(new)
         self._loaded["lr_schedulers"] = states
         same_lr = _lr(before) == _lr(self.settings)
-        kept = {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
+        unchanged_keys = (
+            {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
+        )
         for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
             for old, fresh in zip(state["param_groups"], optimizer.param_groups, strict=False):
-                old |= {name: value for name, value in fresh.items() if name not in kept}
+                old |= {name: value for name, value in fresh.items() if name not in unchanged_keys}
 
 
 def _lr(settings: dict[str, Any]) -> Any:

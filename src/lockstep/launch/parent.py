@@ -1,7 +1,7 @@
 """Runs a function in the worker processes that a layout needs.
 
 Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so its main thread
-never runs a parallel operation (user code is called in another one: own_thread.py) or touches CUDA, and may fork. A
+never runs a parallel operation (user code is called in another one: new_thread.py) or touches CUDA, and may fork. A
 forked worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks:
 rank zero serves the store at which the workers meet. It ends all workers when one dies, and returns their result. On
 several machines an engine has started the workers already (launch/environment.py): the function then runs in place.
@@ -21,26 +21,27 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs, worker
-from lockstep.launch.endings import Outcome, WorkerFailed, last_frame
 from lockstep.launch.environment import external_workers
-from lockstep.launch.interpreter import imported
+from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
 from lockstep.launch.process_group import (
-    NAMING,
-    did_not_arrive,
+    NAMING_SECONDS,
+    hanging_ranks_message,
     is_lost_rank,
     is_timeout,
     join_external,
-    ranks_that_hang,
-    store_socket,
+    missing_ranks_message,
+    open_store_socket,
     use_timeout,
 )
+from lockstep.launch.process_lifetime import freeze_imports
 from lockstep.launch.scratch import scratch_folder
-from lockstep.launch.signals import Interrupted, end_children, forwarding, held, tell_children
-from lockstep.launch.worker import Answer
+from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
+from lockstep.launch.worker import WorkerResult
 
-LOST = "lost the connection to another rank, whose machine or log says why"
+LOST_CONNECTION = "lost the connection to another rank, whose machine or log says why"
 GRACE_SECONDS = 5  # between telling the workers to end and killing them
-TELLING = ("refused", "failed", "waited", "victim", "interrupted", "completed")  # which of several ends is the run's
+# Which of several ends is the run's.
+OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
@@ -57,26 +58,26 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
         WorkerFailed: a worker died.
         Interrupted: a signal ended the run; its checkpoint is saved.
     """
-    imported()
+    freeze_imports()
     if external_workers():
-        return _in_place(work, args, layout, hang_timeout)
+        return _run_in_external_worker(work, args, layout, hang_timeout)
     context: Any = multiprocessing.get_context(start_method())
     workers: list[_Worker] = []
-    with forwarding() as received, scratch_folder() as scratch, store_socket() as listener:
+    with forward_signals() as received, scratch_folder() as scratch, open_store_socket() as listener:
         try:
-            with held():
+            with block_signals():
                 for rank in range(layout.world_size):
                     receiver, sender = context.Pipe(duplex=False)
-                    place = worker.Place(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
-                    process = context.Process(target=worker.run, args=(work, args, place))
+                    place = worker.WorkerPlace(rank, layout, hang_timeout, restarts, os.getpid(), listener, sender)
+                    process = context.Process(target=worker.run_worker, args=(work, args, place))
                     process.start()
                     workers.append(_Worker(f"rank {rank}", process, receiver))
                     sender.close()
             listener.close()
             if received:  # before all of them were known
-                tell_children(signal.SIGTERM)
+                signal_children(signal.SIGTERM)
             _wait(workers)
-            first = min((w for w in workers if w.answer), key=lambda w: TELLING.index(w.answer.outcome.kind))
+            first = min((w for w in workers if w.answer), key=lambda w: OUTCOME_PRIORITY.index(w.answer.outcome.kind))
             if first.answer.outcome.kind == "completed":
                 return first.answer.result
             if received:
@@ -87,10 +88,12 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                 sys.stderr.write("\x1b[?25h")  # the cursor, which a bar has hidden
             raise
         finally:
-            _end([each.process for each in workers])
+            _end_processes([each.process for each in workers])
 
 
-def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float) -> Any:
+def _run_in_external_worker(
+    work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
+) -> Any:
     """As `launch`, in a worker that an engine has started."""
     world = external_workers()
     if world != layout.world_size:
@@ -101,12 +104,12 @@ def _in_place(work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, h
     join_external()
     use_timeout(hang_timeout)
     try:
-        with logs.failure_told():
+        with logs.log_failure():
             return work(*args)
     except Exception as error:
         if not is_lost_rank(error):
             raise
-        failed = WorkerFailed(ranks_that_hang(hang_timeout) if is_timeout(error) else LOST)
+        failed = WorkerFailed(hanging_ranks_message(hang_timeout) if is_timeout(error) else LOST_CONNECTION)
         failed.victim = True
         raise failed from error
     finally:
@@ -120,7 +123,7 @@ class _Worker:
     name: str
     process: Any
     receiver: Connection
-    answer: Any = None  # an Answer, as soon as it has ended or is about to
+    answer: Any = None  # a WorkerResult, as soon as it has ended or is about to
 
     def listen(self) -> None:
         """Takes its answer; where it has died without one, makes that."""
@@ -133,7 +136,7 @@ class _Worker:
         code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
         how += " (out of memory?)" * (code == -signal.SIGKILL)  # of all that send it, the one that leaves no word
-        self.answer = Answer(Outcome("failed", how, signum=-code))
+        self.answer = WorkerResult(Outcome("failed", how, signum=-code))
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
@@ -153,13 +156,13 @@ def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, sc
     """What to raise for a worker that did not complete."""
     outcome, local_rank = first.answer.outcome, workers.index(first)
     if outcome.kind == "waited":  # for one that hangs
-        _wait(workers, NAMING)
+        _wait(workers, NAMING_SECONDS)
         silent = [index for index, each in enumerate(workers) if each.answer is None]
         text = outcome.text
         if silent:
             local_rank = silent[0]
-            where = _place_of(workers[local_rank].process, local_rank, scratch)
-            text = did_not_arrive([local_rank], hang_timeout, where)
+            where = _stop_hanging_worker(workers[local_rank].process, local_rank, scratch)
+            text = missing_ranks_message([local_rank], hang_timeout, where)
         outcome = replace(outcome, kind="failed", text=text)
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
@@ -173,17 +176,17 @@ def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, sc
     return error
 
 
-def _place_of(process: Any, rank: int, scratch: str) -> str:
+def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
     """End a worker that hangs, after it has written its stack into its log; return where it was."""
     for signum in (signal.SIGQUIT, signal.SIGCONT):  # a stopped one answers when it goes on
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = last_frame(logs.stack_written(scratch, rank, NAMING))
+    where = last_frame(logs.read_stack(scratch, rank, NAMING_SECONDS))
     process.kill()
-    return where and f"it was {where}; its stack is in {logs.file_of(rank)}"
+    return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
 
 
-def _end(processes: Sequence[Any]) -> None:
+def _end_processes(processes: Sequence[Any]) -> None:
     for process in processes:
         process.terminate()
     until = time.monotonic() + GRACE_SECONDS

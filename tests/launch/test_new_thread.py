@@ -7,7 +7,7 @@ import pytest
 from conftest import Program, template
 from PIL import Image
 
-from lockstep.launch.own_thread import in_own_thread
+from lockstep.launch.new_thread import in_new_thread
 
 OPENER = """
 import torch
@@ -47,7 +47,7 @@ def test_a_data_set_that_computes_in_parallel_hangs_no_run(tmp_path: Path) -> No
 def test_what_user_code_raises_is_raised_here() -> None:
     for raised in (SystemExit(3), ValueError("no")):
 
-        @in_own_thread
+        @in_new_thread
         def opener(error: BaseException = raised) -> None:
             raise error
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
-from lockstep.config.familiar import no_such_key
+from lockstep.config.suggestions import no_such_key_message
 from lockstep.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]  # the project: conf/, src/, outputs/
@@ -67,12 +67,14 @@ def checker(kind: Any) -> Check:
             schema = adapter().json_schema()
             groups = [schema, *schema.get("$defs", {}).values()]
             known = {name for group in groups for name in group.get("properties", ())}
-            raise UserError(_told(key, value, error.errors(include_url=False, include_context=False), known)) from None
+            raise UserError(
+                _error_message(key, value, error.errors(include_url=False, include_context=False), known)
+            ) from None
 
     return check
 
 
-def whole(least: int) -> Check:
+def whole_number(least: int) -> Check:
     """A whole number of at least `least`."""
     return checker(Annotated[int, Field(strict=True, ge=least)])
 
@@ -97,24 +99,24 @@ def group_file(group: str, name: str) -> dict[str, Any]:
     return {key: value for part in (*bases, content) for key, value in part.items()}
 
 
-def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
     """By name, the last of some patterns that it matches, as file names match `net.layer?.*`; a name that matches none
     is left out.
 
     Raises:
         ValueError: a pattern matches no name.
     """
-    found: dict[str, str] = {}
+    pattern_of: dict[str, str] = {}
     for pattern in patterns:
         hit = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
         if not hit:
             near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
             raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
-        found |= dict.fromkeys(hit, pattern)
-    return found
+        pattern_of |= dict.fromkeys(hit, pattern)
+    return pattern_of
 
 
-def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
+def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
     """The first key that is wrong, and in pydantic's words what it must be: of several kinds that it may have, each."""
     place: tuple[Any, ...] = errors[0]["loc"]
     keys, top = [key] if key else [], value
@@ -134,7 +136,7 @@ def _told(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> 
             part, inner = next(iter(inner.items()))
             name = f"{name}.{part}"
         others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
-        return no_such_key(name, others, known if key or len(keys) > 1 else ())
-    said = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
-    right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in said)
+        return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
+    messages = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
+    right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
     return f"{name}={show(value)}: must be {right}"

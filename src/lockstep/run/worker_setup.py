@@ -20,7 +20,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 def set_up_worker(config: Config, folder: Path) -> int:
     """This worker's log, allocator and threads, before it computes anything; returns its rank."""
     rank = environment().rank
-    logs.configure(folder, rank)
+    logs.configure_logging(folder, rank)
     tempfile.tempdir = environment().scratch or None  # what others leave there goes with the run
     if config.speed.allocator != "system":
         keep_freed_memory()
@@ -31,7 +31,7 @@ def set_up_worker(config: Config, folder: Path) -> int:
     return rank
 
 
-def describe(module: nn.Module, compiled: bool) -> str:
+def describe_choices(module: nn.Module, compiled: bool) -> str:
     """What was chosen that matters: memory format, compilation, CPU threads."""
     weights = [p for p in module.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1]
     last = bool(weights) and all(p.is_contiguous(memory_format=torch.channels_last) for p in weights)
@@ -48,7 +48,7 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def memory_format(module: nn.Module, choice: str) -> None:
+def apply_memory_format(module: nn.Module, choice: str) -> None:
     """`auto`: channels_last where there are 2-d convolutions (1.1 to 1.5 times as fast on CPU, and what tensor cores
     want), else contiguous. The module is converted in place."""
     convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())

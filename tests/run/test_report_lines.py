@@ -21,7 +21,7 @@ from lockstep.config.check import check
 from lockstep.data import ArrayDataset, Spec, Splits
 from lockstep.launch import logs
 from lockstep.run.api import compose
-from lockstep.run.lines import WIDTH, at_chance, data_counts, peak_lr, start_lines
+from lockstep.run.report_lines import WIDTH, chance_level_line, data_counts, peak_lr, start_lines
 from project import schedules
 
 TASK = ("data=synthetic", "data.samples=300", "data.image_size=12", "data.num_classes=3", "batch_size=32", "threads=1")
@@ -62,7 +62,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     """The file of a process that is set up as rank zero; all is put back afterwards."""
     root, ours = logging.root, logging.getLogger("lockstep")
     kept = root.handlers, root.level, ours.handlers, logging.raiseExceptions
-    logs.configure(tmp_path, 0)
+    logs.configure_logging(tmp_path, 0)
     yield tmp_path / "train.log"
     root.handlers, ours.handlers, logging.raiseExceptions = kept[0], kept[2], kept[3]
     root.setLevel(kept[1])
@@ -145,16 +145,16 @@ def test_frozen_parameters_and_the_key_that_ends_a_run_are_named() -> None:
 )
 def test_chance_is_what_the_most_common_class_has(metrics: dict[str, float], says: str | None) -> None:
     labels = [0] * 700 + [1] * 300
-    found = at_chance(metrics, made(labels, ("a", "b")), "lr 3")
+    found = chance_level_line(metrics, made(labels, ("a", "b")), "lr 3")
     assert (found is None) if says is None else found is not None and found.startswith(says)
-    assert at_chance(metrics, made(labels, ("only",)), "lr 3") is None  # no classes
-    assert at_chance(metrics, replace(made(labels, ("a", "b")), test=[1.5]), "lr 3") is None  # no labels
+    assert chance_level_line(metrics, made(labels, ("only",)), "lr 3") is None  # no classes
+    assert chance_level_line(metrics, replace(made(labels, ("a", "b")), test=[1.5]), "lr 3") is None  # no labels
 
 
 def test_chance_has_a_margin_around_a_guess_among_all_classes() -> None:
     tenths = made([label for label in range(10) for _ in range(36)], tuple("abcdefghij"))
-    assert at_chance({"test/acc": 0.1365}, tenths, "lr 0.1") is not None
-    assert at_chance({"test/acc": 0.17}, tenths, "lr 0.1") is None
+    assert chance_level_line({"test/acc": 0.1365}, tenths, "lr 0.1") is not None
+    assert chance_level_line({"test/acc": 0.17}, tenths, "lr 0.1") is None
 
 
 def test_the_dashboard_passes_on_all_but_tensorflows_absence(capsys: pytest.CaptureFixture[str]) -> None:

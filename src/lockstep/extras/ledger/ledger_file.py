@@ -28,7 +28,7 @@ LOG = logging.getLogger("lockstep")
 NAME = "ledger.jsonl"
 ENCODING = "latin-1"  # any bytes are text in it; our own lines are ASCII
 MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
-# Keys of the front page that decide about no bit of the weights; of the layout, see `deciding`.
+# Keys of the front page that decide about no bit of the weights; of the layout, see `decisive_config`.
 BESIDE = (
     *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
@@ -52,7 +52,7 @@ class LedgerFile:
     ) -> None:
         self._path = folder / NAME
         self._order = splits.order(config.layout, config.seed)
-        self._about: dict[str, Any] = {"config": deciding(config), "data": splits.fingerprint}
+        self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
         self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
         self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
@@ -63,7 +63,7 @@ class LedgerFile:
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint, under `ledger`, the line that `after_write` is to write."""
-        before, step = self.mend(), checkpoint["global_step"]
+        before, step = self.repair(), checkpoint["global_step"]
         again = before["step"] == step and not self._changed  # the newer checkpoint takes the older one's place
         self._end = self._begin if again else self._end
         since = before["since"] if again else before["step"]
@@ -78,35 +78,37 @@ class LedgerFile:
         assert self._last is not None
         self._write(self._end, text_of(self._last))
 
-    def mend(self) -> dict[str, Any]:
+    def repair(self) -> dict[str, Any]:
         """Puts the file right, once: what is beyond the checkpoint that the run goes on from is cut, its own line is
         added where that is missing, and without either a new ledger begins. Returns the last line."""
         if self._last is not None:
             return self._last
         self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
         lines = read(self._path) if self._path.exists() else []
-        base = parsed(self._base) if self._base else {}
+        base = parse_line(self._base) if self._base else {}
         ends = [line for line in lines if line == self._base or line_sha256(line) == base.get("before")]
         if base.get("step") == self._opening["step"] and ends:
-            kept = lines[: lines.index(ends[-1]) + 1]
-            kept += [self._base] * (kept[-1] != self._base)
-            said: dict[str, Any] = next((about for line in reversed(kept) if (about := parsed(line).get("about"))), {})
-            self._changed = any(said.get(key) != value for key, value in self._about.items() if key != "data_dir")
+            valid_lines = lines[: lines.index(ends[-1]) + 1]
+            valid_lines += [self._base] * (valid_lines[-1] != self._base)
+            last_about: dict[str, Any] = next(
+                (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
+            )
+            self._changed = any(last_about.get(key) != value for key, value in self._about.items() if key != "data_dir")
         else:
             opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
-            kept = [text_of(opening)]
+            valid_lines = [text_of(opening)]
             if self._opening["step"]:
                 LOG.warning("%s begins anew after step %d: it lacks the lines before", NAME, self._opening["step"])
-        self._end = sum(len(line) + 1 for line in kept[:-1])
-        self._write(self._end, kept[-1])
-        self._last = parsed(kept[-1])
+        self._end = sum(len(line) + 1 for line in valid_lines[:-1])
+        self._write(self._end, valid_lines[-1])
+        self._last = parse_line(valid_lines[-1])
         return self._last
 
     def _facts(self, again: bool, before: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
         """The config's hash; what the run is about, where the file does not say it yet."""
-        told: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
-        told |= {"about": before["about"]} if again and "about" in before else {}
-        return {"config_sha256": config_sha256(self._about["config"]), **told}
+        facts: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
+        facts |= {"about": before["about"]} if again and "about" in before else {}
+        return {"config_sha256": config_sha256(self._about["config"]), **facts}
 
     def _write(self, at: int, line: str) -> None:
         """Makes a line the file's last one, from byte `at` on."""
@@ -123,29 +125,29 @@ class LedgerFile:
             os.fsync(file.fileno())
 
 
-class Mends(Callback):
+class RepairLedger(Callback):
     """Puts the ledger right at a run's end, where nothing was left to train and no checkpoint was written."""
 
     def __init__(self, ledger: LedgerFile) -> None:
         self.ledger = ledger
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        self.ledger.mend()
+        self.ledger.repair()
 
 
-def deciding(config: Config) -> dict[str, Any]:
+def decisive_config(config: Config) -> dict[str, Any]:
     """The part of a config that the weights' bits follow from, as it was resolved: without `exact`, the layout too."""
     layout, record = config.layout, config.record
-    kept = {key: value for key, value in record.items() if key not in BESIDE}
+    decisive = {key: value for key, value in record.items() if key not in BESIDE}
     callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
     sync = record["strategy"].get("sync_batchnorm", False)
     strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
     extras = {name: record["extras"][name] for name, extra in config.extras.items() if extra.changes_weights}
-    own = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
-    own["shares"] = list(layout.shares)
-    return kept | {
+    layout_keys = {"name": layout.strategy, "devices": layout.devices, "num_nodes": layout.num_nodes}
+    layout_keys["shares"] = list(layout.shares)
+    return decisive | {
         "callbacks": callbacks,
-        "strategy": strategy if layout.exact else strategy | own,
+        "strategy": strategy if layout.exact else strategy | layout_keys,
         "extras": extras,
         "speed": {"memory_format": config.speed.memory_format},
         "accelerator": layout.accelerator,
@@ -180,14 +182,14 @@ def read(path: Path) -> list[str]:
     return content.decode(ENCODING).split("\n")[:-1]
 
 
-def parsed(line: str) -> dict[str, Any]:
+def parse_line(line: str) -> dict[str, Any]:
     """A line of a ledger; empty where it is none."""
     try:
-        found = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    whole = isinstance(found, dict) and all(type(found.get(key)) is int for key in ("step", "since"))
-    return found if whole and isinstance(found.get("about", {}), dict) else {}
+    whole = isinstance(content, dict) and all(type(content.get(key)) is int for key in ("step", "since"))
+    return content if whole and isinstance(content.get("about", {}), dict) else {}
 
 
 def text_of(line: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from lockstep.config.check import Config
 from lockstep.data import Splits
 from lockstep.data.datasets import Ids, labels_of
 from lockstep.errors import UserError
-from lockstep.run.length import length_of
+from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
@@ -76,21 +76,21 @@ def start_lines(
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
     model, data = (str(group.get("name")) for group in (config.model, config.data))
     return [
-        *wrapped(f"model {model}", parameters(module, fresh)),
-        *wrapped(f"data {data}", *data_counts(splits)),
-        *wrapped(*step_parts(config), lr),
-        *wrapped(f"run {length(config, len(splits.train))}", config.precision, chosen),
+        *wrap_parts(f"model {model}", parameters_text(module, fresh)),
+        *wrap_parts(f"data {data}", *data_counts(splits)),
+        *wrap_parts(*step_parts(config), lr),
+        *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, chosen),
         f"folder {short_path(folder)}",
     ]
 
 
 def headline(config: Config, splits: Splits, folder: Path) -> str:
     """A run as a text of a dashboard, which adds the learning rate."""
-    parts = [*step_parts(config), length(config, len(splits.train)), config.precision]
-    return "\n".join([*wrapped(*parts), str(folder)])
+    parts = [*step_parts(config), length_text(config, len(splits.train)), config.precision]
+    return "\n".join([*wrap_parts(*parts), str(folder)])
 
 
-def wrapped(*parts: str) -> list[str]:
+def wrap_parts(*parts: str) -> list[str]:
     """The parts in lines of at most WIDTH columns, as far as each of them is shorter."""
     lines: list[str] = []
     for part in filter(None, parts):
@@ -110,10 +110,10 @@ def step_parts(config: Config) -> list[str]:
     return [*parts, *filter(None, (extra.describe() for extra in config.extras.values()))]
 
 
-def length(config: Config, samples: int) -> str:
+def length_text(config: Config, samples: int) -> str:
     """How long a run is, and which key ends it."""
     epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
-    whole = length_of(config, samples)
+    whole = run_length(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
     return f"{plural(epoch, 'step')} per epoch, {whole.steps} in all ({whole.ends_by}={limit})"
 
@@ -131,7 +131,8 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
     """Return how many parameters of a module are trained, frozen and newly initialised.
 
     Args:
-        fresh: names of the tensors that a file has not filled, `Begun.fresh`; others than parameters are left out.
+        fresh: names of the tensors that a file has not filled, `LoadedWeights.fresh`; others than parameters are left
+            out.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
     new = set(fresh)
@@ -140,7 +141,7 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
     return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
 
 
-def parameters(module: nn.Module, fresh: Iterable[str]) -> str:
+def parameters_text(module: nn.Module, fresh: Iterable[str]) -> str:
     """How many parameters a module has; how many of them are frozen, and how many no file has filled."""
     counts = parameter_counts(module, fresh)
     total = f"{counts.trained + counts.frozen:,} parameters"
@@ -184,10 +185,10 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
     board = "make dashboard" if outputs == "outputs" else f"python scripts/dashboard.py {outputs}"
     look = f"to look at the curves: {board}" * (folder / "tensorboard").is_dir()
     use = f"to predict: python src/predict.py checkpoint={run} images=<folder>" * paths.folder(folder).is_dir()
-    return list(filter(None, [f"completed: {run}", *wrapped(best, look), use]))
+    return list(filter(None, [f"completed: {run}", *wrap_parts(best, look), use]))
 
 
-def at_chance(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
+def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
     """A line about a run whose test accuracy, or where nothing is tested its validation accuracy, is what a guess has:
     that of the most common class, or within a few standard deviations of 1 / classes. None for any other run, and where
     samples have no class."""

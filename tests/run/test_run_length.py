@@ -9,7 +9,7 @@ from lockstep.config import check as config
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment
-from lockstep.run.length import Length, length_of
+from lockstep.run.run_length import RunLength, run_length
 
 SAMPLES = 640  # ten steps an epoch
 
@@ -17,22 +17,22 @@ SAMPLES = 640  # ten steps an epoch
 @pytest.mark.parametrize(
     ("overrides", "length"),
     [
-        ("", Length(200, 20, "max_epochs")),
-        ("max_steps=1000", Length(1000, 100, "max_steps")),
-        ("max_steps=15", Length(15, 2, "max_steps")),
-        ("max_epochs=3", Length(30, 3, "max_epochs")),
-        ("max_epochs=3 max_steps=1000", Length(30, 3, "max_epochs")),
-        ("max_epochs=3 max_steps=12", Length(12, 2, "max_steps")),
-        ("max_epochs=3 max_steps=null", Length(30, 3, "max_epochs")),
-        ("experiment=mnist_cnn max_steps=5000 batch_size=64", Length(5000, 500, "max_steps")),
-        ("experiment=mnist_cnn max_epochs=2 batch_size=64", Length(20, 2, "max_epochs")),
-        ("debug=batch max_epochs=7", Length(1, 1, "max_steps")),
+        ("", RunLength(200, 20, "max_epochs")),
+        ("max_steps=1000", RunLength(1000, 100, "max_steps")),
+        ("max_steps=15", RunLength(15, 2, "max_steps")),
+        ("max_epochs=3", RunLength(30, 3, "max_epochs")),
+        ("max_epochs=3 max_steps=1000", RunLength(30, 3, "max_epochs")),
+        ("max_epochs=3 max_steps=12", RunLength(12, 2, "max_steps")),
+        ("max_epochs=3 max_steps=null", RunLength(30, 3, "max_epochs")),
+        ("experiment=mnist_cnn max_steps=5000 batch_size=64", RunLength(5000, 500, "max_steps")),
+        ("experiment=mnist_cnn max_epochs=2 batch_size=64", RunLength(20, 2, "max_epochs")),
+        ("debug=batch max_epochs=7", RunLength(1, 1, "max_steps")),
     ],
 )
-def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: Length) -> None:
+def test_the_length_that_is_given_is_what_is_trained(overrides: str, length: RunLength) -> None:
     given = overrides.split()
-    made = check(composed(*given, "accelerator=cpu"), given=[each.partition("=")[0] for each in given])
-    assert length_of(made, SAMPLES) == length
+    made = check(composed(*given, "accelerator=cpu"), overridden=[each.partition("=")[0] for each in given])
+    assert run_length(made, SAMPLES) == length
     assert made.record["max_epochs"] == (None if "experiment" in overrides and made.max_steps else made.max_epochs)
 
 

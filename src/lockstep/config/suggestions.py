@@ -59,7 +59,7 @@ EXPLAINED = {
 }
 
 
-def no_such_key(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) -> str:
+def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) -> str:
     """Return the line that refuses a dotted key, and names the one that is meant or the nearest.
 
     Args:
@@ -71,26 +71,26 @@ def no_such_key(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) 
     for part in group.split(".") if group else ():
         beside = beside.get(part) if isinstance(beside, Mapping) else beside
     refused = f"{key}: there is no such key"
-    if hint := _meant(key, config):
+    if hint := _suggestion(key, config):
         return f"{refused}; {hint}"
     if not beside and not known:
         return f"{refused}: {group} is null here"
     if not isinstance(beside, Mapping) and not known:
         return f"{refused}: {group} has none below it"
     names = known or [name for name in beside if not name.startswith("_") and name != "hydra"]
-    return f"{refused}; {unknown(last, names)}"
+    return f"{refused}; {unknown_name_message(last, names)}"
 
 
-def _meant(key: str, config: Mapping[str, Any]) -> str:
+def _suggestion(key: str, config: Mapping[str, Any]) -> str:
     """Return `did you mean <key>?` or an explanation; nothing where neither is known."""
     if key in EXPLAINED:
         return EXPLAINED[key]
     last = key.rpartition(".")[2]
     renamed = [each for name in (key, last) for each in RENAMED.get(name, ()) if re.split("[.=]", each)[0] in config]
     same = [each for each in _keys(config) if each.rpartition(".")[2] == last and each != key]
-    found = renamed or [each for each in same if "." not in each] or same[:3]
-    if found:
-        return f"did you mean {' or '.join(dict.fromkeys(found))}?"
+    candidates = renamed or [each for each in same if "." not in each] or same[:3]
+    if candidates:
+        return f"did you mean {' or '.join(dict.fromkeys(candidates))}?"
     return EXPLAINED.get(key.partition(".")[0], "")
 
 
@@ -103,7 +103,7 @@ def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
                 yield from _keys(value, f"{above}{name}.")
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+def unknown_name_message(name: str, known: Iterable[str]) -> str:
     """`did you mean X? known: ...`; of a long list only what is near."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)

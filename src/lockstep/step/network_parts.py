@@ -12,8 +12,8 @@ from lockstep.step.compile import networks
 def parts_of(module: nn.Module) -> list[nn.Module]:
     """The parts that a piece passes one after the other: what `stages()` returns, the module's own or its only
     network's; else the children of its only network, if that is an nn.Sequential. Empty where there is neither."""
-    found = list(networks(module))
-    only = found if len(found) == 1 else []
+    nets = list(networks(module))
+    only = nets if len(nets) == 1 else []
     for owner in (module, *only):
         stages: Any = getattr(type(owner), "stages", None)
         if callable(stages):
@@ -26,7 +26,7 @@ def contents(part: nn.Module) -> list[Any]:
     return [*part.parameters(), *part.buffers(), *part.modules()]
 
 
-def runs(module: nn.Module, things: Iterable[Any]) -> list[int]:
+def segment_ids(module: nn.Module, things: Iterable[Any]) -> list[int]:
     """For each of some parameters or layers of a module a number that grows where the next one is in another part.
     Exact sums share no grid over such a border, and so are the same wherever the network is cut."""
     part_of = {id(thing): at for at, part in enumerate(parts_of(module)) for thing in contents(part)}

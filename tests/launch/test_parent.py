@@ -1,4 +1,4 @@
-"""lockstep.launch.agent where nobody trains: workers that end in odd ways."""
+"""lockstep.launch.parent where nobody trains: workers that end in odd ways."""
 
 import os
 import signal
@@ -16,8 +16,8 @@ from lockstep.arithmetic.layout import resolve
 from lockstep.config.check import check
 from lockstep.errors import UserError
 from lockstep.launch import logs
-from lockstep.launch.agent import WorkerFailed, launch
 from lockstep.launch.environment import environment
+from lockstep.launch.parent import WorkerFailed, launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.api import compose
 from lockstep.run.supervisor import run_in_workers
@@ -27,7 +27,7 @@ ALONE = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, ba
 
 
 def fails_in_a_loader(where: str) -> None:
-    logs.configure(Path(where), 0)
+    logs.configure_logging(Path(where), 0)
     list(DataLoader(Torn(), num_workers=1))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 
 @contextmanager
-def untimed(trainer: Any) -> Iterator[None]:
+def exclude_from_timing(trainer: Any) -> Iterator[None]:
     """Leave the time of this block out of what the run measures: for callbacks that write between two steps."""
     start = time.perf_counter()
     yield
     for callback in trainer.callbacks:
-        if add := getattr(callback, "add_untimed", None):
+        if add := getattr(callback, "exclude_seconds", None):
             add(time.perf_counter() - start)

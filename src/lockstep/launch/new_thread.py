@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_own_thread(function: Callable[P, T]) -> Callable[P, T]:
+def in_new_thread(function: Callable[P, T]) -> Callable[P, T]:
     """Return `function`, called in a thread that has ended when the call returns. What it raises is raised here, too;
     a signal interrupts the wait."""
 

@@ -9,7 +9,7 @@ import signal
 from types import FrameType
 
 
-def end(signum: int, frame: FrameType | None) -> None:
+def exit_now(signum: int, frame: FrameType | None) -> None:
     """End this process as its exit codes say. A signal's handler: nothing is worth saving yet."""
     try:
         os.write(2, f"interrupted by {signal.Signals(signum).name}\n".encode())
@@ -19,4 +19,4 @@ def end(signum: int, frame: FrameType | None) -> None:
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-        signal.signal(number, end)
+        signal.signal(number, exit_now)

@@ -17,17 +17,18 @@ from lockstep.launch.environment import external_workers
 from lockstep.launch.process_group import leave_group
 
 
-def import_quickly() -> None:
-    """Switches the collector off, until `imported`. For a process that is the command's own."""
+def disable_garbage_collector() -> None:
+    """Switches the collector off, until `freeze_imports`. For a process that is the command's own."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, of GPUs that are not there
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn of each peer whose name is unknown here
     gc.disable()
 
 
-def imported() -> None:
-    """Before this process forks. After `import_quickly`, what exists by now stays: the collector leaves it alone here
-    and in the forks, so that they go on sharing its memory (the recipe of Python's `gc.freeze`). Later on, what earlier
-    workers left is collected here: a fork that collects torch's store waits for a thread that it does not have."""
+def freeze_imports() -> None:
+    """Before this process forks. After `disable_garbage_collector`, what exists by now stays: the collector leaves it
+    alone here and in the forks, so that they go on sharing its memory (the recipe of Python's `gc.freeze`). Later on,
+    what earlier workers left is collected here: a fork that collects torch's store waits for a thread that it does not
+    have."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -35,7 +36,7 @@ def imported() -> None:
         gc.collect()
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
     worker of torchrun's leaves the others first, unless it failed: they would lose it before its reason is told."""
     if external_workers() and not code:

@@ -12,10 +12,10 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch.environment import environment, external_workers
-from lockstep.launch.process_group import of_rank_zero, of_ranks
+from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objects
 
 
-def agree(what: str, make: Callable[[], Any]) -> Any:
+def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     """Return what rank zero makes, on all ranks of workers that an engine has started; else what this process makes.
 
     torchrun starts workers again, and may give rank zero to a machine that joins later. So the workers of each machine
@@ -32,14 +32,14 @@ def agree(what: str, make: Callable[[], Any]) -> Any:
         return make()
     memory = _memory()
     remembered = memory and json.loads(memory.read_text() if memory.exists() else "{}")
-    known = next((each for each in of_ranks((remembered or {}).get(what)) if each is not None), None)
-    answer = ("", known)
-    if known is None and environment().rank == 0:
+    decided = next((each for each in gather_objects((remembered or {}).get(what)) if each is not None), None)
+    answer = ("", decided)
+    if decided is None and environment().rank == 0:
         try:
             answer = ("", json.loads(json.dumps(make())))
         except UserError as refusal:
             answer = (str(refusal), None)
-    refused, value = of_rank_zero(answer)
+    refused, value = broadcast_from_rank_zero(answer)
     if refused:
         raise UserError(refused)
     if memory and environment().local_rank == 0:
@@ -48,7 +48,7 @@ def agree(what: str, make: Callable[[], Any]) -> Any:
     return value
 
 
-def forget_agreed() -> None:
+def forget_decisions() -> None:
     """Remove what this machine's workers remember: their run is completed, and the agent ends too."""
     if (memory := _memory()) and environment().local_rank == 0:
         memory.unlink(missing_ok=True)
@@ -66,12 +66,12 @@ def _memory() -> Path | None:
     for other in Path(tempfile.gettempdir()).glob("lockstep-agent-*.json"):
         with suppress(OSError, ValueError):
             pid, began = map(int, other.stem.split("-")[2:])
-            if _began(pid) != began:
+            if _start_time(pid) != began:
                 other.unlink()
-    return Path(tempfile.gettempdir(), f"lockstep-agent-{agent}-{_began(agent)}.json")
+    return Path(tempfile.gettempdir(), f"lockstep-agent-{agent}-{_start_time(agent)}.json")
 
 
-def _began(pid: int) -> int:
+def _start_time(pid: int) -> int:
     """When a process began, in the kernel's ticks since the machine did; 0: it is gone. See proc(5)."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -87,13 +87,13 @@ def ranks_with_folder(folder: Path) -> list[int]:
     """
     if external_workers() <= 1:
         return [0]
-    sign = of_rank_zero(uuid.uuid4().hex)
+    sign = broadcast_from_rank_zero(uuid.uuid4().hex)
     mark = folder / f".{sign}"
     if environment().rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    of_rank_zero(None)  # now it is there
-    rows = of_ranks((environment().local_rank == 0, mark.exists()))
+    broadcast_from_rank_zero(None)  # now it is there
+    rows = gather_objects((environment().local_rank == 0, mark.exists()))
     if environment().rank == 0:
         mark.unlink(missing_ok=True)
     return [0, *(rank for rank, (first, sees) in enumerate(rows) if rank and first and not sees)]
