@@ -14,6 +14,7 @@ Exit codes: 0 drawn, 1 hashes differ or a command failed, 2 bad input.
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -188,13 +189,16 @@ def rows(session: Sequence[Block]) -> list[list[Span]]:
         for command, output in block:
             for number, line in enumerate(command.text.split("\n")):
                 drawn.append([("prompt", f"{'>' if number else command.prompt} "), ("command", line)])
-            for line in output:
-                name, hash_, rest = line.partition(HASH)
-                sha, quote, end = rest.partition('"')
-                drawn.append(
-                    [("output", hash_), ("hash", sha), ("output", quote + end)] if hash_ else [("output", name)]
-                )
+            drawn += [spans(line) for line in output]
     return drawn
+
+
+def spans(line: str) -> list[Span]:
+    """Return a line of output in its colours."""
+    if not line.startswith(HASH):
+        return [("output", line)]
+    sha, end = line.removeprefix(HASH).split('"', 1)
+    return [("output", HASH), ("hash", sha), ("output", f'"{end}')]
 
 
 def draw(session: Sequence[Block], theme: str) -> str:
@@ -211,9 +215,9 @@ def draw(session: Sequence[Block], theme: str) -> str:
         f'fill="{colours["ground"]}" stroke="{colours["border"]}"/>',
     ]
     for number, line in enumerate(lines):
-        spans = "".join(f'<tspan class="{name}">{escape(text, quote=False)}</tspan>' for name, text in line if text)
+        tspans = "".join(f'<tspan class="{name}">{escape(text, quote=False)}</tspan>' for name, text in line if text)
         at = MARGIN + number * LINE + SIZE
-        parts += [f'<text x="{MARGIN}" y="{at}" xml:space="preserve">{spans}</text>'] * bool(line)
+        parts += [f'<text x="{MARGIN}" y="{at}" xml:space="preserve">{tspans}</text>'] * bool(line)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -222,8 +226,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where the pictures go")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as data=synthetic")
     options = parser.parse_args()
+    if not options.folder.is_dir():
+        parser.error(f"--folder={options.folder}: there is no such folder")
     try:
-        session = record(" ".join(["exact=true", "pieces=8", *options.overrides]))
+        session = record(shlex.join(["exact=true", "pieces=8", *options.overrides]))
     except NoMachines as reason:
         print(f"error: two machines can't be made here: {reason}", file=sys.stderr)
         return 2
