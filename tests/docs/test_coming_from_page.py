@@ -63,7 +63,7 @@ def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path)
 
 def test_the_page_has_its_parts() -> None:
     assert [name for name, _ in BLOCKS] == ["conf/model/mnist_lit.yaml", "conf/data/mnist_lit.yaml"]
-    assert len(KEYS) == 17
+    assert len(KEYS) == 16
     assert len(CHOICES) == 14
 
 

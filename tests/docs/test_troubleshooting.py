@@ -11,6 +11,7 @@ from conftest import ROOT, composed
 from lockstep.checkpoint import resume
 from lockstep.config.check import check
 from lockstep.data.build import open_data
+from lockstep.run.build import make_module
 from lockstep.run.cli import BAD_INPUT, line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -35,7 +36,7 @@ def printed(*overrides: str) -> str:
     with pytest.raises(BAD_INPUT) as caught:
         raw = composed(*resume.overrides(list(overrides), "train"))
         config = check(raw, given=[each.partition("=")[0] for each in overrides])
-        open_data(config.data, config.data_dir, config.seed)
+        make_module(config, open_data(config.data, config.data_dir, config.seed))
     return line(caught.value)
 
 
@@ -62,6 +63,12 @@ def source() -> str:
 
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_message_stands_in_the_source(message: str, source: str) -> None:
+    """Each part between two `<word>`s, which may be put together of two texts."""
     fixed = [part for part in re.split(r"<[\w ]+>", message.removeprefix("error: ")) if part.strip()]
-    assert max(len(part.split()) for part in fixed) >= 3
-    assert [part for part in fixed if part not in source] == []
+    assert max(len(part.split()) for part in fixed) >= 2
+
+    def stands(part: str) -> bool:
+        cuts = [space.end() for space in re.finditer(" ", part)]
+        return part in source or any(part[:at] in source and part[at:] in source for at in cuts)
+
+    assert [part for part in fixed if not stands(part)] == []
