@@ -31,13 +31,11 @@ def texts(folder: str) -> str:
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def printed(*overrides: str) -> str:
-    """The line that refuses these overrides, before a worker is started."""
-    with pytest.raises(BAD_INPUT) as caught:
-        raw = composed(*resume.overrides(list(overrides), "train"))
-        config = check(raw, given=[each.partition("=")[0] for each in overrides])
-        make_module(config, open_data(config.data, config.data_dir, config.seed))
-    return line(caught.value)
+def prepare(*overrides: str) -> None:
+    """All that `src/train.py` does with its overrides before the first step."""
+    raw = composed(*resume.overrides(list(overrides), "train"))
+    config = check(raw, given=[each.partition("=")[0] for each in overrides])
+    make_module(config, open_data(config.data, config.data_dir, config.seed))
 
 
 def test_the_page_has_25_problems() -> None:
@@ -52,7 +50,9 @@ def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monke
     assert (program, script) == ("python", "src/train.py")
     monkeypatch.chdir(tmp_path)
     pattern = re.escape(message.removeprefix("error: ")).replace("<folder>", ".+").replace("<layout>", ".+")
-    assert re.fullmatch(pattern, printed(*overrides))
+    with pytest.raises(BAD_INPUT) as caught:
+        prepare(*overrides)
+    assert re.fullmatch(pattern, line(caught.value))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """A net with the interface of lightning-hydra-template's `SimpleDenseNet`."""
 
+from itertools import pairwise
+
 from torch import nn
 
 
@@ -9,7 +11,7 @@ class SimpleDenseNet(nn.Module):
         sizes = [input_size, lin1_size, lin2_size, lin3_size]
         hidden = [
             layer
-            for inputs, outputs in zip(sizes, sizes[1:], strict=False)
+            for inputs, outputs in pairwise(sizes)
             for layer in (nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.ReLU())
         ]
         self.model = nn.Sequential(*hidden, nn.Linear(lin3_size, output_size))
