@@ -65,7 +65,7 @@ def _front_page(name: str, level: int) -> str:
     text = (CONF / f"{name}.yaml").read_text()
     head, _, body = text.partition("defaults:\n")
     choices, _, keys = body.partition("\n\n")
-    parts = [_comment(head)]
+    parts = [] if name == "train" else [_comment(head)]  # the page of train has its own
     groups = [
         (match["key"].removeprefix("override "), match["value"] or "", match["comment"] or "")
         for match in map(KEY.match, choices.splitlines())

@@ -28,7 +28,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        return shlex.split(self.text)
+        return shlex.split(self.text, comments=True)
 
 
 @dataclass

@@ -67,7 +67,7 @@ def step() -> Picture:
 
 def layouts() -> Picture:
     """The same eight pieces, by the device that computes them; time goes to the right."""
-    picture = Picture(504, "The same 8 pieces on four layouts")
+    picture = Picture(526, "The same 8 pieces on four layouts")
     rows = (
         ("one device", [[0, 1, 2, 3, 4, 5, 6, 7]], ""),
         ("strategy=ddp devices=4", [[0, 1], [2, 3], [4, 5], [6, 7]], ""),

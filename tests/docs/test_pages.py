@@ -7,8 +7,6 @@ why. Pages that have tests of their own are in FOLLOWED_BY.
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -58,7 +56,6 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-HYDRA = ("train", "evaluate", "predict", "export", "parity", "verify", "search", "fit_memory", "advise", "communication")
 
 
 def not_run(command: Command) -> str:
@@ -80,12 +77,13 @@ def words_of(command: Command) -> list[str]:
         "<folder with MNIST/>": "data",
         "<folder>": "images",
         "<file>": "list.csv",
+        "<their checkpoint>": "last",
         "<name>": "any",
         "<timestamp>": "any",
         "<the run's overrides>": "",
     }.items():
         text = text.replace(placeholder, value)
-    return shlex.split(text)
+    return shlex.split(text, comments=True)
 
 
 COMMANDS = [(name, command) for name in site_pages.pages() for command in site_pages.read(name).commands]
@@ -147,19 +145,14 @@ LAB = [command for _, command in COMMANDS if re.match(r"python scripts/lab/(?!ad
 
 
 @pytest.mark.slow
-def test_arguments_of_the_lab_are_parsed() -> None:
+def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
     """By the programs' own parsers, which end them then."""
+    parse = tmp_path / "parse.py"
+    parse.write_text(PARSED)
     for text in dict.fromkeys(command.text for command in LAB):
-        words = words_of(Command(text))[1:]
-        done = forked_code(PARSED, *words)
+        done = forked(parse, *words_of(Command(text))[1:])
         assert done.returncode == 0, f"{text}\n{done.stderr}"
-    assert forked_code(PARSED, "scripts/lab/ways.py", "--no-such-option", "1", "a", "b").returncode == 2  # the control
-
-
-def forked_code(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    assert forked(parse, "scripts/lab/ways.py", "--no-such-option", "1", "a", "b").returncode == 2  # the control
 
 
 @pytest.fixture(scope="module")
@@ -253,3 +246,10 @@ def test_the_summary_on_the_page_is_what_a_run_writes(tmp_path: Path) -> None:
     assert set(shown) <= set(written)
     for key in ("layout", "metrics", "throughput"):
         assert set(shown[key]) == set(written[key]), key
+
+
+def test_lines_are_at_most_120_characters() -> None:
+    """But for output that a program prints."""
+    for name in site_pages.pages():
+        text = re.sub(r"^```(text|console)\n.*?^```$", "", site_pages.path_of(name).read_text(), flags=re.M | re.S)
+        assert [line for line in text.splitlines() if len(line) > 120] == [], name
