@@ -9,10 +9,10 @@ unexport PYTHONDONTWRITEBYTECODE # uv leaves it to Python to compile what is imp
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train sweep dashboard quick test proof lint lock clean
+.PHONY: help setup train sweep dashboard quick test proof lint docs docs-serve lock clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build .venv from requirements.lock; again only when the lock or pyproject.toml changes
 
@@ -52,10 +52,16 @@ lint: setup ## ruff (rules and format), mypy, and the order of the rooms
 	@$(BIN)/lint-imports
 	@$(BIN)/python tests/extras_of_the_core.py
 
+docs: setup ## build the documentation into site/; any warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: setup ## the documentation at http://127.0.0.1:8000, built anew when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8000 $(ARGS)
+
 lock: setup ## resolve pyproject.toml anew into requirements.lock (LOCK="--upgrade" takes the newest)
 	@$(UV) compile --python $(BIN)/python --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	    --custom-compile-command "make lock" --extra dev $(LOCK) pyproject.toml --output-file requirements.lock
 
 clean: ## remove caches and .venv, never outputs/ or data/
-	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
+	@rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
 	@find src scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Promise 9: what a stranger's file may claim. The table of docs/untrusted.md."""
+"""Promise 9: what a stranger's file may claim. The table of docs/trust/strangers.md."""
 
 import io
 import os

@@ -70,7 +70,7 @@ def pairs(config: Config, model: Changes) -> list[Pair]:
 def measure(
     config: Config, raw: dict[str, Any], steps: int, splits: Splits, folder: Path
 ) -> tuple[list[dict[str, Any]], str]:
-    """All pairs: their numbers, and a table as docs/parity.md holds it."""
+    """All pairs: their numbers, and a table as docs/trust/what-differs.md holds it."""
     known: dict[str, Outcome] = {}
 
     def outcome(changes: Changes) -> Outcome:

@@ -1,6 +1,6 @@
 """One training step, whoever computes it: what project/, scripts and notebooks import, `from lockstep import train`.
 
-Everything below this page is the engine's own, but for `lockstep.testing`; docs/library.md describes the names.
+Everything below this page is the engine's own, but for `lockstep.testing`; docs/use/python.md describes the names.
 """
 
 import importlib

@@ -112,10 +112,10 @@ def of_pictures() -> Source:
 def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
     with pytest.raises(UserError) as error:
         open_data({"_target_": f"{__name__}.Pictures"}, "nowhere")
-    assert "docs/own.md" in one_line(error)
+    assert "docs/use/own-data.md" in one_line(error)
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
     with pytest.raises(
-        UserError, match=r"must return a lockstep\.data\.Source or a LightningDataModule, not Fraction: docs/own\.md"
+        UserError, match=r"must return a lockstep\.data\.Source or a LightningDataModule, not Fraction: docs/use/"
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")

@@ -12,7 +12,7 @@ from lockstep.checkpoint import resume
 from lockstep.config.check import check
 from lockstep.data.build import open_data
 from lockstep.run.build import make_module
-from lockstep.run.cli import BAD_INPUT, line
+from lockstep.run.cli import BAD_INPUT, error_line
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # A message that is longer than a line goes on in lines that are indented further.
@@ -33,8 +33,8 @@ def texts(folder: str) -> str:
 
 def prepare(*overrides: str) -> None:
     """All that `src/train.py` does with its overrides before the first step."""
-    raw = composed(*resume.overrides(list(overrides), "train"))
-    config = check(raw, given=[each.partition("=")[0] for each in overrides])
+    raw = composed(*resume.expand_resume(list(overrides), "train"))
+    config = check(raw, overridden=[each.partition("=")[0] for each in overrides])
     make_module(config, open_data(config.data, config.data_dir, config.seed))
 
 
@@ -52,7 +52,7 @@ def test_what_a_command_prints(command: str, message: str, tmp_path: Path, monke
     pattern = re.escape(message.removeprefix("error: ")).replace("<folder>", ".+").replace("<layout>", ".+")
     with pytest.raises(BAD_INPUT) as caught:
         prepare(*overrides)
-    assert re.fullmatch(pattern, line(caught.value))
+    assert re.fullmatch(pattern, error_line(caught.value))
 
 
 @pytest.fixture(scope="module")

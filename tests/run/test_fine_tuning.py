@@ -3,15 +3,15 @@
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import site_pages
 import torch
-from conftest import NORMS, ROOT, Program, Run, checkpoint_of, of_torchrun, summary_of
+from conftest import NORMS, Program, Run, checkpoint_of, of_torchrun, summary_of
 from small_models import fast_cnn
 
 from lockstep.checkpoint import weights
@@ -274,9 +274,9 @@ def test_the_last_pattern_that_matches_decides() -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "fine_tuning.md").read_text()
-    commands = [shlex.split(line)[2:] for line in re.findall(r"^    (python .*)$", page, re.MULTILINE)]
-    assert [command[0].partition("=")[2] for command in commands[2:]] == ["base", "tuned", "head", "parts", "thaw"]
+    page = site_pages.read("use/fine-tuning.md")
+    commands = [command.words[2:] for command in page.commands if command.text.startswith("python")]
+    assert [command[0].partition("=")[2] for command in commands[:5]] == ["base", "tuned", "head", "parts", "thaw"]
     for overrides in commands:
         if "model=timm" not in overrides or importlib.util.find_spec("timm"):
             run = Program(tmp_path)(*overrides, "threads=1", "logger=none", "max_steps=4", "data.val_fraction=0.02")

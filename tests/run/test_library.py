@@ -1,4 +1,4 @@
-"""Training from Python: docs/library.md literally, from a parent that has computed and has no file."""
+"""Training from Python: docs/use/python.md literally, from a parent that has computed and has no file."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ TINY = ("data=synthetic", "data.samples=200", "data.image_size=12", "data.num_cl
 
 def test_the_example_is_the_run_of_the_command_line(tmp_path: Path) -> None:
     """From a script that no `if __name__` guards."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "use" / "python.md").read_text(), flags=re.DOTALL)
     script = tmp_path / "unguarded.py"
     script.write_text(COMPUTED + code + "import json\nprint(json.dumps(summary))\n")
     run = forked(script, cwd=tmp_path)
@@ -116,7 +116,7 @@ def test_the_public_names_are_there_for_people_and_for_type_checkers() -> None:
     for name, home in homes.items():
         module, _, attribute = home.partition(":")
         assert getattr(lockstep, name) is getattr(importlib.import_module(module), attribute)
-    page = (ROOT / "docs" / "library.md").read_text()
+    page = (ROOT / "docs" / "use" / "python.md").read_text()
     assert [name for name in homes if f"`{name}`" not in page and f"`lockstep.{name}`" not in page] == []
 
 

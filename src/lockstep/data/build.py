@@ -53,9 +53,10 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         right = "a lockstep.data.Source or a LightningDataModule"
         wrong = f"data._target_={config['_target_']}: must return {right}, not {made}"
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
-            raise UserError(f"{wrong}: docs/own.md shows a function that does")
+            raise UserError(f"{wrong}: docs/use/own-data.md shows a function that does")
         raise UserError(
-            f"{wrong}: name a function of yours (docs/own.md) with the lines: train = {made}(...); test = {made}(...); "
+            f"{wrong}: name a function of yours (docs/use/own-data.md) with the lines: train = {made}(...); "
+            f"test = {made}(...); "
             "return Source(train, test, Spec(channels, image_size, classes))"
         )
     if source.val is not None:

@@ -67,7 +67,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
     if not isinstance(module, pl.LightningModule):
         raise UserError(
             f"{named}: not a LightningModule; a network becomes one as the net of "
-            "model._target_=project.models.ImageClassifier: docs/own.md"
+            "model._target_=project.models.ImageClassifier: docs/use/own-model.md"
         )
     for hook, why in REFUSED.items():
         if overrides_method(module, hook, pl.LightningModule):

@@ -1,5 +1,5 @@
 """A worker set up for the fast path: memory that stays, no subnormal numbers, memory format, threads. Measured in
-docs/performance.md."""
+docs/results/fast.md."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Tests to inherit: what a module or a data set of one's own must keep. docs/own.md shows how; pytest runs them.
+"""Tests to inherit: what a module or a data set of one's own must keep. pytest runs them: docs/reference/testing.md.
 
 class TestMine(ModuleTests):
     overrides = "model=mine data=stripes"

@@ -17,7 +17,7 @@ class FastCNN(ImageClassifier):
     quarter less to compute from there on. The others are 3 x 3. Pooling comes before BatchNorm and ReLU, which then
     have a quarter of the values to pass. Not so at the end: there, digits have one value per channel left, of which a
     tail of one sample could make no statistic, and over several passes the net learns better without
-    (docs/recipes.md).
+    (docs/results/recipes.md).
     """
 
     def __init__(
