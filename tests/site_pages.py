@@ -78,7 +78,7 @@ def matches(expected: list[str], printed: list[str]) -> bool:
 
 def _indented(text: str) -> Iterator[Command]:
     """Yield the commands of indented blocks and of inline code that begins with `python`."""
-    for block in re.findall(r"(?:(?<=\n\n)|^)((?: {4}.*\n)+)", re.sub(r"\n(?! {4}|\n)", "\n\n", text)):
+    for block in re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", "\n\n" + text + "\n"):
         for line in re.sub(r" *\\\n *", " ", block).splitlines():
             if PROGRAM.match(line.strip()):
                 yield Command(line.strip())
