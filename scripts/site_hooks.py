@@ -1,4 +1,4 @@
-"""Functions that mkdocs calls while it builds the site: tables of keys from conf/, and the extras' and decisions' pages.
+"""Functions that mkdocs calls while it builds the site: tables of keys from conf/, pages of extras and decisions.
 
 mkdocs.yml names this file; `make docs` builds the site.
 """

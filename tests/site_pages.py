@@ -10,7 +10,9 @@ from conftest import ROOT
 
 DOCS = ROOT / "docs"
 # What a command begins with; anything else in an indented block is output or code.
-PROGRAM = re.compile(r"(?:[A-Z_]+=\S* )*(?:python|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?")
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S* )*(?:python|make|pip|torchrun|scripts/|sbatch|mpirun|apt|eval|sed|export|unshare|ls) ?"
+)
 FILE = re.compile(r"`((?:src|conf)/[\w/.-]+)`")
 # What depends on the machine or the moment: fractions, speeds, run folders, hashes, the step that was the best.
 VARIES = re.compile(
@@ -76,7 +78,7 @@ def matches(expected: list[str], printed: list[str]) -> bool:
 
 def _indented(text: str) -> Iterator[Command]:
     """Yield the commands of indented blocks and of inline code that begins with `python`."""
-    for block in re.findall(r"(?:(?<=\n\n)|^)((?: {4}.*\n)+)", re.sub(r"\n(?! {4}|\n)", "\n\n", text)):
+    for block in re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", "\n\n" + text + "\n"):
         for line in re.sub(r" *\\\n *", " ", block).splitlines():
             if PROGRAM.match(line.strip()):
                 yield Command(line.strip())

@@ -37,9 +37,7 @@ class Picture:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>')
 
     def box(self, x: float, y: float, width: float, label: str = "", device: int = 0, height: float = 30) -> None:
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" class="d{device}"/>'
-        )
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" class="d{device}"/>')
         if label:
             self.text(x + width / 2, y + height / 2 + 5, label, "middle")
 

@@ -21,7 +21,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ((name, text),) = [file for page in PAGES for file in page.files.items()]
     (folder / name).write_text(text)
     (rows,) = [code for page in PAGES for language, code in page.blocks if language == "csv"]
-    labels = dict(reversed(row.split(",")) for row in rows.split()[1:])
+    labels = {label: path for path, label in (row.split(",") for row in rows.split()[1:])}
     (folder / "scans").mkdir()
     for name, label in ((f"scans/{number}.png", list(labels)[number % 2]) for number in range(48)):
         Image.new("L", (70, 64), int(name[6:-4])).save(folder / name)

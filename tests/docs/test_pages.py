@@ -1,7 +1,7 @@
 """Every page of the site is followed: its commands are run on small data, and the output that it shows is compared.
 
-Where a command needs a cluster, a GPU or hours, its config is composed or its arguments are parsed instead: NOT_RUN says
-why. Pages that have tests of their own are in FOLLOWED_BY.
+Where a command needs a cluster, a GPU or hours, its config is composed or its arguments are parsed instead: NOT_RUN
+says why. Pages that have tests of their own are in FOLLOWED_BY.
 """
 
 import json
@@ -39,7 +39,7 @@ NOT_RUN = (
     (r".*experiment=|.*data=(mnist|cifar10)", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/(?!scaling)", "measures for minutes or hours: tests/lab/ run it"),
     (r"python scripts/(parity|search|fit_memory|dashboard)", "makes many runs: tests/scripts/ run it"),
-    (r"python scripts/(export|verify)", "has tests of its own"),
+    (r"python scripts/(export|verify)|python tests/", "has tests of its own, or is one"),
     (r".*seed=0,1,2,3,4|python scripts/compare.py .* --by", "60 runs"),
     (r"python src/train.py( -m seed=0,1,2)?$", "trains to its end: the console block of first-run.md does"),
     (r".*(<their checkpoint>|debug=profile)", "has tests of its own"),
@@ -133,7 +133,7 @@ def compose(overrides: list[str]) -> None:
     """Compose the config of `src/train.py`; of a sweep, that of its first job."""
     first = []
     for override in overrides:
-        if override.startswith("-") or override.startswith(("resume=", "sweep.resume=", "init_from=", "hydra")):
+        if override.startswith(("-", "resume=", "sweep.resume=", "init_from=", "hydra")):
             continue
         parsed = OverridesParser.create().parse_override(override)
         values = list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else []

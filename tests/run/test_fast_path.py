@@ -20,7 +20,7 @@ import resource, sys
 sys.path.insert(0, {str(ROOT / "src")!r})
 from lockstep.run import cli
 from train import train
-code, said = cli.run(train, "train")
+code, said = cli.run_command(train, "train")
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt, flush=True)
 sys.exit(said or code)
 """
