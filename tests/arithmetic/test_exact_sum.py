@@ -204,7 +204,7 @@ def test_each_flipped_bit_of_a_message_is_seen() -> None:
         mine.units.copy_(arrived)
         mine.units[at] ^= (1 << 7 * at % 63) if at % 5 else -(2**63)
         with pytest.raises(
-            CorruptMessage, match=r"^step 7: the sums( of a to c)? are not those of what the ranks sent"
+            CorruptMessage, match=r"^step 7: the sums( of a to c)? do not match what the ranks sent"
         ):
             mine.unpack(reduce_alone, 1)
     mine.units.copy_(arrived)
