@@ -164,7 +164,7 @@ def test_what_fits_is_taken(overrides: str) -> None:
     [
         (
             "devices=2 strategy.sync_batchnorm=true exact=true",
-            "sync_batchnorm=true and exact=true .*depend on each other",
+            "sync_batchnorm=true and exact=true .*depend on other pieces",
         ),
         (
             "devices=2 pieces=4 strategy.sync_batchnorm=true strategy.shares=[1,2]",
@@ -172,10 +172,10 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ),
         (
             "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",
-            "and pieces=3 .*the 2 devices must divide them",
+            "and pieces=3 .*pieces must be a multiple of the 2 devices",
         ),
-        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for each other"),
-        ("strategy.sync_batchnorm=true", "for ddp on GPUs only"),
+        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for other ranks"),
+        ("strategy.sync_batchnorm=true", "with ddp on GPUs only"),
         ("devices=2 strategy.compression=fp16 exact=true", "compression=fp16 and exact=true .*rounds gradients"),
         ("devices=2 strategy.compression=fp16 precision=64-true", "and precision=64-true .*float32 gradients only"),
         (
@@ -185,8 +185,8 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ("+debug.trainer.deterministic=false exact=true", "deterministic=false and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=warn exact=true", "deterministic=warn and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=null exact=true", "deterministic=null and exact=true .*deterministic kernels"),
-        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*not have as many pieces each"),
-        ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
+        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*could not share the pieces evenly"),
+        ("compile=true strategy=dp devices=2", "dp runs the network with copies of its weights; use strategy=ddp"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
     ],
 )
