@@ -63,8 +63,8 @@ REFUSED: list[tuple[str, str]] = [
     ("speed.resident=true", "speed.resident=true and .*: there is no GPU.*resident=auto"),
     ("num_nodes=2 devices=4", "num_nodes=2: .* On each machine: torchrun --nnodes=2 --nproc-per-node=4 .*train.py"),
     ("elastic=true", "elastic=true and strategy=single .*: only ddp on several devices.*max_restarts=1"),
-    ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*96 or 102 can.*pieces=10"),
-    ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*63 or 66 can.*pieces=4"),
+    ("batch_size=100 pieces=6", "batch_size=100.*6 equal pieces.*: use batch_size=96 or 102, or pieces=10"),
+    ("batch_size=64 devices=3 strategy=dp", "batch_size=64.*3 equal pieces.*: use batch_size=63 or 66, or pieces=4"),
     ("pieces=4 accumulate_grad_batches=3", "pieces=4 on 1 device means accumulate_grad_batches=4"),
     ("pieces=3 devices=4", "pieces=3.*4 devices.*pieces=4 or more"),
     ("pieces=8 devices=2 accumulate_grad_batches=2", "pieces=8 on 2 dev.*accumulate_grad_batches=4, not 2.*pieces=4"),
@@ -164,7 +164,7 @@ def test_what_fits_is_taken(overrides: str) -> None:
     [
         (
             "devices=2 strategy.sync_batchnorm=true exact=true",
-            "sync_batchnorm=true and exact=true .*depend on each other",
+            "sync_batchnorm=true and exact=true .*depend on other pieces",
         ),
         (
             "devices=2 pieces=4 strategy.sync_batchnorm=true strategy.shares=[1,2]",
@@ -172,10 +172,10 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ),
         (
             "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",
-            "and pieces=3 .*the 2 devices must divide them",
+            "and pieces=3 .*pieces must be a multiple of the 2 devices",
         ),
-        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for each other"),
-        ("strategy.sync_batchnorm=true", "for ddp on GPUs only"),
+        ("devices=2 strategy.sync_batchnorm=true compile=true", "and compile=true .*wait for other ranks"),
+        ("strategy.sync_batchnorm=true", "with ddp on GPUs only"),
         ("devices=2 strategy.compression=fp16 exact=true", "compression=fp16 and exact=true .*rounds gradients"),
         ("devices=2 strategy.compression=fp16 precision=64-true", "and precision=64-true .*float32 gradients only"),
         (
@@ -185,8 +185,8 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ("+debug.trainer.deterministic=false exact=true", "deterministic=false and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=warn exact=true", "deterministic=warn and exact=true .*deterministic kernels"),
         ("+debug.trainer.deterministic=null exact=true", "deterministic=null and exact=true .*deterministic kernels"),
-        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*not have as many pieces each"),
-        ("compile=true strategy=dp devices=2", "dp gives a network other devices' weights"),
+        ("devices=2 strategy.sync_batchnorm=true elastic=true", "and elastic=true .*could not share the pieces evenly"),
+        ("compile=true strategy=dp devices=2", "dp runs the network with copies of its weights; use strategy=ddp"),
         ("precision=16-mixed exact=true", "precision=16-mixed and exact=true .*64-true, 32-true, bf16-mixed"),
     ],
 )

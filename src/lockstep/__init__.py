@@ -1,6 +1,7 @@
-"""One training step, whoever computes it: what project/, scripts and notebooks import, `from lockstep import train`.
+"""The public names of Lockstep: one training step on any layout.
 
-Everything below this page is the engine's own, but for `lockstep.testing`; docs/use/python.md describes the names.
+project/, scripts/ and notebooks import from here and from `lockstep.testing` only: `from lockstep import train`.
+docs/use/python.md describes each name. Everything else in the package is internal.
 """
 
 import importlib
@@ -58,8 +59,7 @@ __all__ = [
     "train",
     "weights_message",
 ]
-# Where each name is. It is imported at first use: Hydra, torch and Lightning take seconds that a mere import need not
-# wait.
+# The module of each name. It is imported at first use, because Hydra, torch and Lightning take seconds to import.
 HOMES = {
     "ArrayDataset": "lockstep.data.datasets",
     "Composed": "lockstep.run.api",
@@ -90,16 +90,18 @@ HOMES = {
     "weights_message": "lockstep.checkpoint.weights",
 }
 
-began = time.time()  # of a command: this is the first that it imports
-# libgomp reads it once, when torch is imported: threads that wait for each other sleep after 1,000 turns, not 300,000,
-# which would take a busy machine's cores (docs/decisions/threads.md). A policy that the user has set stays as it is.
+began = time.time()  # when the command started: it imports this module first
+# libgomp reads this variable once, when torch is imported. Threads that wait for each other then sleep after 1,000
+# spins instead of 300,000, which would occupy the cores of a busy machine (docs/decisions/threads.md). A wait policy
+# that the user has set stays in force.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-if not TYPE_CHECKING:  # to a type checker, a name that is not imported above does not exist
+if not TYPE_CHECKING:  # a type checker must report names that are not imported above
 
     def __getattr__(name: str) -> Any:
+        """Import a public name at its first use."""
         if name not in HOMES:
             raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
         return getattr(importlib.import_module(HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""What a program imports first: until it runs, a signal ends it at once, in one line, whatever it is importing.
+"""Exit with one line when a signal arrives during the imports. A program imports this module first.
 
-The imports take a second or more, in which Python would answer Ctrl-C with a traceback. SIGHUP stays ignored where it
-was when the program started (nohup), as SIGINT does in a shell's background jobs.
+The imports take a second or more. Without these handlers, Python would print a traceback on Ctrl-C. A signal that is
+ignored when the program starts stays ignored: SIGHUP under nohup, SIGINT in background jobs of a shell.
 """
 
 import os
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def exit_now(signum: int, frame: FrameType | None) -> None:
-    """End this process as its exit codes say. A signal's handler: nothing is worth saving yet."""
+    """Handle a signal: exit at once with 130 (SIGINT) or 143. There is nothing to save yet."""
     try:
         os.write(2, f"interrupted by {signal.Signals(signum).name}\n".encode())
     finally:

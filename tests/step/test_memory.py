@@ -25,7 +25,7 @@ def test_one_rank_without_memory_ends_the_run_in_one_line(project: Path, tmp_pat
     run = train(*TASK, "model._target_=mine.OutOfMemory", "batch_size=64", cwd=project, ok=False)
     assert run.returncode == 2, str(run)
     said = (
-        r"^error: step 2: out of memory in 2 pieces of 32 samples; pieces=4 \(accumulate_grad_batches=2\) takes less$"
+        r"^error: step 2: out of memory in 2 pieces of 32 samples: pieces=4 \(accumulate_grad_batches=2\) takes less$"
     )
     assert re.search(said, run.stderr, re.M), run.stderr
     assert "Traceback" not in run.stderr
@@ -53,11 +53,11 @@ def test_what_an_error_says_of_memory() -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
         torch.empty(1 << 60)
     assert out_of_memory_advice(error.value, step, layout) == (
-        "step 12: out of memory in 2 pieces of 3 samples; pieces=6 (accumulate_grad_batches=3) takes less"
+        "step 12: out of memory in 2 pieces of 3 samples: pieces=6 (accumulate_grad_batches=3) takes less"
     )
     finest = resolve(strategy="ddp", accelerator="cpu", devices=2, num_nodes=1, batch_size=2)
     assert str(out_of_memory_advice(error.value, step, finest)).endswith(
-        "2 pieces of 1 sample; the batch_size can't be cut finer"
+        "2 pieces of 1 sample: use a smaller batch_size, since 2 can't be cut finer"
     )
     assert out_of_memory_advice(RuntimeError("shapes cannot be multiplied"), step, layout) is None
     refusal = UserError("step 12")

@@ -29,7 +29,7 @@ CLEAN = {  # layouts on which nothing strikes
 SEEN = {  # by what, and what that says, with whom it names
     "audit": r"rank (\d+) \([^)]*\) computed a wrong gradient",
     "sums": r"rank (\d+) failed: CorruptMessage|"
-    r"are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
+    r"do not match what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
     "verify.py": r"is not what its ledger says",

@@ -1,4 +1,4 @@
-"""A network as parts in a row: where it may be cut into stages, and where exact sums begin a new grid."""
+"""A network as a sequence of parts: it may be cut into stages between them, and exact sums share no grid over a cut."""
 
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
@@ -10,8 +10,11 @@ from lockstep.step.compile import networks
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """The parts that a piece passes one after the other: what `stages()` returns, the module's own or its only
-    network's; else the children of its only network, if that is an nn.Sequential. Empty where there is neither."""
+    """Return the parts of a module that a piece passes one after the other.
+
+    These are the result of `stages()`, a method of the module or of its only network; otherwise the children of its
+    only network if this is an nn.Sequential; otherwise none.
+    """
     nets = list(networks(module))
     only = nets if len(nets) == 1 else []
     for owner in (module, *only):
@@ -22,13 +25,22 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def contents(part: nn.Module) -> list[Any]:
-    """All parameters, buffers and layers."""
+    """Return all parameters, buffers and layers of a part."""
     return [*part.parameters(), *part.buffers(), *part.modules()]
 
 
 def segment_ids(module: nn.Module, things: Iterable[Any]) -> list[int]:
-    """For each of some parameters or layers of a module a number that grows where the next one is in another part.
-    Exact sums share no grid over such a border, and so are the same wherever the network is cut."""
+    """Return the segment of each parameter or layer: a new segment begins with each new part.
+
+    Exact sums share no grid between segments, so they are the same wherever the network is cut into stages.
+
+    Args:
+        module: the module that owns them; see `parts_of`.
+        things: parameters, buffers or layers of the module.
+
+    Returns:
+        The segment's number for each of `things`, ascending from 0.
+    """
     part_of = {id(thing): at for at, part in enumerate(parts_of(module)) for thing in contents(part)}
     parts = [part_of.get(id(thing)) for thing in things]
     borders = (before != now for before, now in pairwise(parts))

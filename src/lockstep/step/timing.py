@@ -1,4 +1,4 @@
-"""Time between two steps that is not spent waiting for data."""
+"""Time between two steps that is not training time."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,11 @@ from typing import Any
 
 @contextmanager
 def exclude_from_timing(trainer: Any) -> Iterator[None]:
-    """Leave the time of this block out of what the run measures: for callbacks that write between two steps."""
+    """Leave the time of this block out of the run's throughput: for callbacks that write between two steps.
+
+    Args:
+        trainer: the trainer, whose callbacks measure the time.
+    """
     start = time.perf_counter()
     yield
     for callback in trainer.callbacks:

@@ -104,7 +104,7 @@ def test_of_three_devices_the_one_that_goes_on_to_be_wrong_is_named(project: Pat
 def test_a_damaged_message_is_named_by_the_rank_that_got_it(project: Path, tmp_path: Path) -> None:
     told = flips("got", "1", 2)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", "devices=3", *told, ok=False)
-    wrong = "the sums of net.1.weight to net.1.bias are not those of what the ranks sent"
+    wrong = "the sums of net.1.weight to net.1.bias do not match what the ranks sent"
     said = f"rank 1 failed: CorruptMessage: step 3: {wrong}"
     assert run.summary["error"].startswith(said), run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
@@ -123,7 +123,7 @@ def test_who_sends_what_comes_damaged_is_found_by_asking_again(
 ) -> None:
     struck = flips("sent", "1", 2, lasting)
     run = train(project, tmp_path, "LitDigits", *AUDIT, "strategy=ddp", f"devices={ranks}", *struck, ok=False)
-    said = "step 3: the sums of net.1.weight to net.1.bias are not those of what the ranks sent; none was applied; "
+    said = "step 3: the sums of net.1.weight to net.1.bias do not match what the ranks sent; none was applied; "
     assert said + told in run.summary["error"], run
     assert (run.returncode, run.summary["status"], max(steps_of(run.folder))) == (1, "failed", 2)
 
