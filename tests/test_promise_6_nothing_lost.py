@@ -239,7 +239,9 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     run = run_train.finish(process, timeout=100)  # a silent worker would be waited for
     assert run.returncode == 130, str(run)
     assert all(ended(pid) for pid in workers)
-    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert (
+        "SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now\ninterrupted by SIGINT\n" in run.stderr
+    )
     assert checkpoint_of(folder)["global_step"] - 1 <= run.summary["steps"]  # a step is told of when the next begins
     assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
 
