@@ -194,7 +194,7 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
 
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(UserError, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
         expand_resume(["resume=last"], program)
     assert expand_resume(["resume=null"], program) == ["resume=null"]
 
@@ -392,7 +392,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
     last.write_bytes(last.read_bytes()[:-100])
     run = run_train(*task, "max_steps=24")
     assert "the file is cut off" in run.stderr
-    assert "trying what is older\n" in run.stderr
+    assert "continuing from the older best.ckpt\n" in run.stderr
     assert "resumes after step 12\n" in run.stderr
 
 

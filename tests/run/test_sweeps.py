@@ -174,5 +174,5 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 
 
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no sweep's folder"):
+    with pytest.raises(UserError, match="not a sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])
