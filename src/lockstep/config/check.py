@@ -231,7 +231,7 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     alone = no_ddp or "devices=1" * (layout.num_devices == 1)
     pairs = (
         (precision * (keys.precision == "auto"), nodes, "machines may choose differently; give bf16-mixed or 32-true"),
-        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto fits this machine"),
+        (precision * keys.precision.startswith("16-"), cpu, "fp16 needs a GPU; precision=auto suits this machine"),
         (precision * (keys.precision not in ("auto", *EXACT)), exact, f"exact needs one of {', '.join(EXACT)}"),
         (fused, clipped, "a fused optimizer removes the loss scale only after clipping; give optimizer.fused=false"),
         (
