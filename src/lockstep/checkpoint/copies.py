@@ -46,8 +46,9 @@ class Copies:
 
 
 def share_newest(start: Path, ranks: Sequence[int]) -> None:
-    """Send the newest version of the checkpoint from which a run continues, and the best checkpoint, to machines that
-    lack it. All ranks must call it.
+    """Send the newest checkpoints to the machines that lack them. All ranks must call it.
+
+    The files are the newest version of the checkpoint from which a run continues, and the best checkpoint beside it.
 
     Args:
         start: the path of the checkpoint in this machine's folder of the run.

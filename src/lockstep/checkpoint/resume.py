@@ -195,12 +195,12 @@ def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
     saved = [str(override) for override in OmegaConf.load(record / RECORD)]
     if (of_hydra := record / "hydra.yaml").exists():
         saved += config_folders(OmegaConf.load(of_hydra), flags)
-    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # which the engine decides
+    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # the engine sets these
     return [override for override in saved if key(override) not in left_out]
 
 
 def _drop_length(merged: dict[str, str], new_overrides: Sequence[str]) -> None:
-    """Removes the length of the run that goes on where another one is given: epochs for steps, or steps for epochs."""
+    """Remove the saved `max_epochs` and `max_steps` from `merged` if a new override sets one of them."""
     if LENGTH & {key(argument) for argument in new_overrides if argument.partition("=")[2] not in ("null", "")}:
         for name in LENGTH:
             merged.pop(name, None)

@@ -69,6 +69,13 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     """Copy into a module the tensors that fit it by name and shape. Return the names of its other tensors.
 
     The tensors of a net also fit a module that contains the net: `conv1.weight` is copied to `net.conv1.weight`.
+
+    Args:
+        module: it is changed.
+        tensors: the tensors of a file, by name, of any shapes.
+
+    Returns:
+        The names of the module's tensors that are not in `tensors` or have another shape there.
     """
     shapes = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     holders = ["", *(f"{name}." for name, _ in module.named_children())]
@@ -106,7 +113,7 @@ def load_weights(
         adapt: a function that changes the tensors before they are copied.
 
     Raises:
-        UserError: the file can't be read, or none of its weights fits.
+        UserError: the file can't be read, or none of its tensors of two or more dimensions fits.
     """
     tensors = read_weights(key, path, together)
     left = copy_weights(module, adapt(tensors) if adapt else tensors)
@@ -148,7 +155,13 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def weights_message(key: str, total: int, left: Sequence[str]) -> str:
-    """Return a line such as `init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`."""
+    """Return a line such as `init_from: 60 of 62 tensors; not net.fc.weight, net.fc.bias`.
+
+    Args:
+        key: the config key of the file.
+        total: how many tensors the module has.
+        left: the names of the tensors that the file has not set.
+    """
     return f"{key}: {total - len(left)} of {total} tensors" + f"; not {join_names(left, MAX_NAMES)}" * bool(left)
 
 

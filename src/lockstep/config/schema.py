@@ -18,7 +18,7 @@ OURS = ConfigDict(extra="forbid", defer_build=True)  # built on first use: `--he
 
 
 def filled(value: Any) -> Any:
-    """Return {} for None, which is the value of a group of which nothing is chosen."""
+    """Return {} for None, so that a group without a choice is empty."""
     return {} if value is None else value
 
 

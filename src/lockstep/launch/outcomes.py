@@ -12,13 +12,21 @@ from lockstep.launch.signals import Interrupted
 
 
 class WorkerFailed(Exception):
-    """A worker failed or died. The message names the rank and the reason in one line."""
+    """A worker failed or died. The message names the rank and the reason in one line.
 
-    steps = 0  # completed optimizer steps, the largest count that a worker reported
-    local_rank = 0  # of the worker
-    victim = False  # whether it failed only because another worker was lost, which reports the reason
-    without: tuple[int, ...] = ()  # ranks one of which computed wrong values; the run must continue without them
-    last_good_step = 0  # the last step that is known to be free of such values
+    Attributes:
+        steps: completed optimizer steps, the largest count that a worker reported.
+        local_rank: the worker's rank on its machine.
+        victim: whether it failed only because another worker was lost, which reports the reason.
+        without: suspected ranks: one of them computed wrong values, and none may continue.
+        last_good_step: the last step that is known to be free of such values.
+    """
+
+    steps = 0
+    local_rank = 0
+    victim = False
+    without: tuple[int, ...] = ()
+    last_good_step = 0
 
 
 @dataclass(frozen=True)

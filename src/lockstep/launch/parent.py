@@ -49,6 +49,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
 
     Args:
         work: a function that a worker can import; its result must be picklable.
+        args: positional arguments of `work`.
         layout: it has the number of workers.
         hang_timeout: seconds after which a collective that a worker does not join ends the run.
         restarts: how many times the workers were restarted.

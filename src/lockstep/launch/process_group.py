@@ -154,7 +154,8 @@ def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> Non
 
     Args:
         hosts: the host name of each rank. They give the local ranks if the engine does not.
-        address, port: of rank zero's store.
+        address: the address of rank zero's store.
+        port: the port of rank zero's store.
     """
     here = environment()
     same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
@@ -343,7 +344,14 @@ def broadcast_from_rank_zero(value: T) -> T:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, by rank; in a process that is not a worker, its own. All ranks must call it."""
+    """Return the values of all ranks. All ranks must call it.
+
+    Args:
+        value: this rank's value; it must be picklable.
+
+    Returns:
+        A list with the value of each rank, in the order of ranks. In a process that is not a worker it has one value.
+    """
     import torch.distributed as dist
 
     join_external()

@@ -18,9 +18,18 @@ from lockstep.launch.environment import environment
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. It is not an `Exception`, so that it ends a whole sweep and not only one job."""
+    """A signal ended the run. It is not an `Exception`, so that it ends a whole sweep and not only one job.
 
-    steps = 0  # completed optimizer steps
+    Args:
+        signum: the number of the signal.
+
+    Attributes:
+        signum: the argument.
+        code: the exit code: 130 for SIGINT, else 143.
+        steps: completed optimizer steps.
+    """
+
+    steps = 0
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
