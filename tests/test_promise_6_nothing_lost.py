@@ -194,7 +194,7 @@ def test_a_run_goes_on_with_the_config_folder_that_it_was_given(tmp_path: Path) 
 
 @pytest.mark.parametrize("program", ["advise", "parity", "evaluate"])
 def test_no_other_program_goes_on_in_a_runs_folder(program: str) -> None:
-    with pytest.raises(UserError, match=r"resume=last: only train\.py goes on with a run; .* take checkpoint="):
+    with pytest.raises(UserError, match=r"resume=last: only train\.py resumes a run: .* take checkpoint="):
         expand_resume(["resume=last"], program)
     assert expand_resume(["resume=null"], program) == ["resume=null"]
 
@@ -239,7 +239,9 @@ def test_a_second_ctrl_c_ends_at_once(run_train: Program) -> None:
     run = run_train.finish(process, timeout=100)  # a silent worker would be waited for
     assert run.returncode == 130, str(run)
     assert all(ended(pid) for pid in workers)
-    assert "SIGINT: saving and ending; once more ends at once\ninterrupted by SIGINT\n" in run.stderr
+    assert (
+        "SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now\ninterrupted by SIGINT\n" in run.stderr
+    )
     assert checkpoint_of(folder)["global_step"] - 1 <= run.summary["steps"]  # a step is told of when the next begins
     assert 0.9 < run.summary["samples_seen"] / (32 * run.summary["steps"]) <= 1
 
@@ -390,7 +392,7 @@ def test_a_run_goes_on_whoever_names_its_folder_and_past_a_damaged_checkpoint(ru
     last.write_bytes(last.read_bytes()[:-100])
     run = run_train(*task, "max_steps=24")
     assert "the file is cut off" in run.stderr
-    assert "trying what is older\n" in run.stderr
+    assert "continuing from the older best.ckpt\n" in run.stderr
     assert "resumes after step 12\n" in run.stderr
 
 

@@ -134,7 +134,7 @@ def test_the_users_config_names_what_is_installed(tmp_path: Path) -> None:
     train = Program(tmp_path / "outputs")
     trained = train(*task, "model=bought", *own).summary
     refused = train("resume=last", "optimizer=adamw", "max_epochs=4", ok=False)
-    assert "optimizer._target_=torch.optim.AdamW: " in refused.stderr
+    assert "optimizer._target_=torch.optim.AdamW, but " in refused.stderr
     assert "holds the state of torch.optim.SGD" in refused.stderr
 
     evaluate = Program(tmp_path / "outputs", "src/evaluate.py")

@@ -103,7 +103,7 @@ def test_more_devices_than_workers_that_exist_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
     four = resolve(strategy="ddp", accelerator="cpu", devices=4, num_nodes=1, batch_size=8)
-    with pytest.raises(UserError, match=r"2 workers exist, the layout needs 4: leave devices and num_nodes out"):
+    with pytest.raises(UserError, match=r"torchrun has started 2 workers, but the layout needs 4: give strategy=ddp"):
         launch(print, layout=four)
 
 

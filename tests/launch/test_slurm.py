@@ -98,7 +98,7 @@ def test_a_job_of_an_array_queues_itself_alone(cluster: Path, monkeypatch: pytes
     for name, value in {**environment(cluster), **array}.items():
         monkeypatch.setenv(name, value)
     told.environment.cache_clear()
-    assert slurm.requeue() == "SLURM job 77_3 is queued again"
+    assert slurm.requeue() == "SLURM job 77_3 is requeued"
     assert (cluster / "asked").read_text() == "requeue 77_3\n"
 
 

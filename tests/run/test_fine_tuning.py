@@ -123,8 +123,8 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
     assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
     for overrides, says in [
-        (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only the factors may change"),
-        (("init_from=base",), "leave one out"),
+        (("optimizer.lr_scale={net.conv4.*: 0.1, net.norm3.bias: 0.5}",), "only their factors may change"),
+        (("init_from=base",), "leave one of them out"),
     ]:
         run = outputs(f"resume={begun}", *overrides, cwd=place, ok=False)
         assert run.returncode == 2
@@ -254,7 +254,7 @@ def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> N
     for name, says in [
         ("code.ckpt", "holds code, not only data: posix.getcwd"),
         ("code.pth", "can't be loaded as plain data"),
-        ("numbers.pth", "it holds no weights by name"),
+        ("numbers.pth", "numbers.pth holds no tensors by name"),
         ("small.pth", "none of its weights fits"),
         ("half.pth", "can't be loaded as plain data"),
         ("missing.pth", "no such file"),

@@ -41,7 +41,7 @@ def test_a_folder_has_one_run_until_its_process_ends(run_train: Program, tmp_pat
     workers = workers_of(first)
     os.kill(first.pid, signal.SIGKILL)
     last = run_train(f"resume={folder}", "max_steps=1", ok=False)  # at once: what a killed run leaves means nothing
-    assert (last.returncode, "beyond the 1 asked for" in last.stderr) == (2, True), last
+    assert (last.returncode, "ends the run after step 1, but" in last.stderr) == (2, True), last
     assert all(map(ended, workers))
     assert (folder / lock.NAME).exists()
 

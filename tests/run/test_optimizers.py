@@ -94,7 +94,7 @@ def test_an_optimizer_brings_its_learning_rate_and_lr_decides(overrides: list[st
 def test_two_learning_rates_are_refused() -> None:
     both = dict(compose("optimizer.lr=0.1", "lr=0.2"))
     with pytest.raises(
-        UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too, and decides: give lr=\.\.\. alone$"
+        UserError, match=r"^optimizer\.lr=0\.1: lr=0\.2 is given too and overrides it: give lr=\.\.\. alone$"
     ):
         check(both, overridden=["optimizer.lr", "lr"])
 

@@ -107,7 +107,7 @@ def test_jobs_side_by_side(run_train: Program) -> None:
     process.send_signal(signal.SIGINT)
     run = run_train.finish(process)
     assert run.returncode == 130, str(run)
-    assert run.stderr.count("SIGINT: saving and ending; once more ends at once") == 1
+    assert run.stderr.count("SIGINT: saving a checkpoint, then ending; press Ctrl-C again to end now") == 1
     assert [summary_of(job)["status"] for job in run.jobs] == ["interrupted"] * 2
     assert "step 32 samples" not in run.stderr
     assert all("step 32 samples" in (job / "output.log").read_text() for job in run.jobs)
@@ -174,5 +174,5 @@ def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None
 
 
 def test_resuming_what_is_no_sweep(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no sweep's folder"):
+    with pytest.raises(UserError, match="not a sweep's folder"):
         arguments([f"sweep.resume={tmp_path}"])

@@ -1,33 +1,32 @@
-"""What Lightning leaves out of a checkpoint, and a run needs to go on as if it had never ended."""
+"""State that Lightning does not save in a checkpoint, and that a resumed run needs to continue exactly."""
 
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
-LENGTH = ("callbacks", "max_epochs", "max_steps")  # who changes one of them means to train on
-GATHERED = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # by ReduceLROnPlateau
+LENGTH = ("callbacks", "max_epochs", "max_steps")  # if one of them has changed, a stopped run trains further
+PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of ReduceLROnPlateau
 
 
 class ResumeState(Callback):
-    """Whether a callback has ended training (EarlyStopping, say), and what was frozen or unfrozen since it began.
+    """Saves whether a callback (such as EarlyStopping) has stopped training, and which parameters it has (un)frozen.
 
-    Where the optimizer's or the schedule's settings are others than the checkpoint's, or the patience of EarlyStopping,
-    they win: the optimizer takes them and keeps what it has gathered, and the new schedule stands where it would after
-    as many steps.
+    New settings of the optimizer, the schedule or EarlyStopping's patience take precedence over the checkpoint's. The
+    optimizer keeps its state, such as momentum. A new schedule starts at its value for the checkpoint's step.
 
     Args:
         config: the run's plain config.
-        settings: of the module's optimizer and schedule, plain; see `lockstep.run.optimizers.settings`.
-        steps_per_epoch: optimizer steps.
+        settings: plain settings of the module's optimizer and schedule; see `lockstep.run.optimizers.settings`.
+        steps_per_epoch: optimizer steps of an epoch.
     """
 
     def __init__(self, config: dict[str, Any], settings: dict[str, Any], steps_per_epoch: int) -> None:
         self.settings = settings
         self.steps_per_epoch = steps_per_epoch
-        self._loaded: dict[str, Any] = {}  # the checkpoint, which Lightning goes on from after `on_fit_start`
+        self._loaded: dict[str, Any] = {}  # the checkpoint; Lightning restores loops and optimizers after on_fit_start
         self.length = {key: config.get(key) for key in LENGTH}
-        self._trained: dict[str, bool] = {}  # by name of the parameter, as the run begins
+        self._trained: dict[str, bool] = {}  # requires_grad at the start of the run, by parameter name
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trained = _trained(pl_module)
@@ -48,22 +47,23 @@ class ResumeState(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = self._loaded.get("continuation", {"trained": {}, "settings": self.settings})
-        for name, trained in saved["trained"].items():  # the optimizer was made before, as it was then
+        for name, trained in saved["trained"].items():  # the optimizer exists already, with the original parameters
             pl_module.get_parameter(name).requires_grad_(trained)
         if saved["settings"] != self.settings:
-            self._follow_settings(trainer, saved["settings"])
+            self._apply_new_settings(trainer, saved["settings"])
         self._loaded = {}
 
-    def _follow_settings(self, trainer: Any, before: dict[str, Any]) -> None:
+    def _apply_new_settings(self, trainer: Any, before: dict[str, Any]) -> None:
+        """Write the new settings into the loaded checkpoint, before Lightning restores it."""
         configs, states = trainer.lr_scheduler_configs, []
         for config, state in zip(configs, [*self._loaded["lr_schedulers"], {}], strict=False):
             new = config.scheduler.state_dict()
             if config.reduce_on_plateau:
-                new |= {name: state[name] for name in GATHERED if name in state}
+                new |= {name: state[name] for name in PLATEAU_STATE if name in state}
             else:
                 counted = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
                 for _ in range(counted // config.frequency):
-                    config.scheduler.step()  # and the optimizer's learning rates with it
+                    config.scheduler.step()  # this also sets the optimizer's learning rates
                 new = config.scheduler.state_dict()
             states.append(new)
         self._loaded["lr_schedulers"] = states
@@ -77,9 +77,11 @@ class ResumeState(Callback):
 
 
 def _lr(settings: dict[str, Any]) -> Any:
-    of = settings.get("optimizer", settings)
-    return of.get("lr"), of.get("lr_scale")
+    """Return the settings of the learning rate."""
+    optimizer = settings.get("optimizer", settings)
+    return optimizer.get("lr"), optimizer.get("lr_scale")
 
 
 def _trained(module: LightningModule) -> dict[str, bool]:
+    """Return whether each parameter is trained, by name."""
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}

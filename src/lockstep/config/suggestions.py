@@ -1,12 +1,11 @@
-"""Find the key that is meant by one that does not exist: many people know the keys of Lightning's Trainer, of
-lightning-hydra-template or of a script of their own."""
+"""Suggestions for unknown keys: the names of Lightning's Trainer, lightning-hydra-template and others, and ours."""
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-# Key, or its last part -> the keys that do this here; of those, the ones that the program has are named.
+# A key of another project, or the last part of one -> our keys for it. A message names those that the program has.
 RENAMED = {
     "learning_rate": ("lr",),
     "base_lr": ("lr",),
@@ -49,22 +48,23 @@ RENAMED = {
     "enable_progress_bar": ("callbacks.console",),
     "enable_checkpointing": ("callbacks.checkpoint",),
 }
-# What no single key does.
+# Keys of other projects that have no single key here.
 EXPLAINED = {
     "train": "train.py always trains; src/evaluate.py checkpoint=<file or run folder> tests only",
     "test": "train.py tests where the data set has a test set; src/evaluate.py tests again",
-    "trainer": "what Lightning's Trainer takes stands at the top level: strategy=ddp devices=2 max_epochs=3, say",
-    "hparams_search": "scripts/search.py searches",
-    "tags": "name=<name> names a run; a logger's own options stand in conf/logger/",
+    "trainer": "the arguments of Lightning's Trainer are at the top level: strategy=ddp devices=2 max_epochs=3, say",
+    "hparams_search": "scripts/search.py searches hyperparameters",
+    "tags": "name=<name> names a run; a logger's own options are in conf/logger/",
 }
 
 
 def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str] = ()) -> str:
-    """Return the line that refuses a dotted key, and names the one that is meant or the nearest.
+    """Return the message for an unknown dotted key. It names the key that is probably meant.
 
     Args:
+        key: the dotted key.
         config: the whole composed config as plain containers.
-        known: keys that stand beside it, where `config` does not say so.
+        known: the keys of the same group, if they are not in `config`.
     """
     group, _, last = key.rpartition(".")
     beside: Any = config
@@ -76,13 +76,13 @@ def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str
     if not beside and not known:
         return f"{refused}: {group} is null here"
     if not isinstance(beside, Mapping) and not known:
-        return f"{refused}: {group} has none below it"
+        return f"{refused}: {group} has no keys below it"
     names = known or [name for name in beside if not name.startswith("_") and name != "hydra"]
     return f"{refused}; {unknown_name_message(last, names)}"
 
 
 def _suggestion(key: str, config: Mapping[str, Any]) -> str:
-    """Return `did you mean <key>?` or an explanation; nothing where neither is known."""
+    """Return `did you mean <key>?` or an explanation; "" if there is neither."""
     if key in EXPLAINED:
         return EXPLAINED[key]
     last = key.rpartition(".")[2]
@@ -95,7 +95,7 @@ def _suggestion(key: str, config: Mapping[str, Any]) -> str:
 
 
 def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield the dotted keys that a user may give."""
+    """Yield the dotted keys that a user may set."""
     for name, value in config.items():
         if not name.startswith("_") and (above or name != "hydra"):
             yield f"{above}{name}"
@@ -104,7 +104,7 @@ def _keys(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def unknown_name_message(name: str, known: Iterable[str]) -> str:
-    """`did you mean X? known: ...`; of a long list only what is near."""
+    """Return `did you mean X? known: ...`. Of more than 12 known names, return only the nearest."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
     nearest = f"did you mean {near[0]}?" if near else ""

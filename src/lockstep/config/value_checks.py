@@ -1,4 +1,4 @@
-"""Bad values: pydantic finds the first one, and one line says what was typed and what would be right."""
+"""Checks of values: pydantic finds the first bad one, and the message has what was typed and what would be right."""
 
 import difflib
 import fnmatch
@@ -21,19 +21,19 @@ Check = Callable[[str, Any], Any]
 
 
 def as_text(value: Any) -> Any:
-    """A number as it was typed: `name=5`."""
+    """Return a number as text, since `name=5` is parsed as a number. Return other values unchanged."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def absolute(path: str) -> str:
-    """A folder, also from other folders."""
+    """Return the absolute path of a folder."""
     if not path:
         raise ValueError("must be a folder")
     return os.path.abspath(os.path.expanduser(path))
 
 
 def file_name(name: str) -> str:
-    """A name that a folder can have."""
+    """Check that a name can be that of a folder, and return it."""
     if not re.fullmatch(r"\w[\w.+ -]{,99}", name):
         raise ValueError("must be a letter or digit, and then at most 99 of those, '.', '_', '+', '-' and spaces")
     return name
@@ -51,12 +51,15 @@ Name: TypeAlias = Annotated[str, BeforeValidator(as_text), AfterValidator(file_n
 
 
 def checker(kind: Any) -> Check:
-    """A function of a key and its value that returns the value as `kind`, which is anything that pydantic validates.
+    """Return a function `check(key, value)` that validates a value and returns it as `kind`.
 
-    Its UserError names the key, below it the one that is wrong, and what would be right.
+    The function raises a UserError that names the first wrong key, and what would be right.
+
+    Args:
+        kind: any type that pydantic can validate.
     """
 
-    @cache  # built when it is first asked
+    @cache  # built on the first call
     def adapter() -> TypeAdapter[Any]:
         return TypeAdapter(kind)
 
@@ -75,7 +78,7 @@ def checker(kind: Any) -> Check:
 
 
 def whole_number(least: int) -> Check:
-    """A whole number of at least `least`."""
+    """Return a check for a whole number of at least `least`."""
     return checker(Annotated[int, Field(strict=True, ge=least)])
 
 
@@ -83,25 +86,28 @@ folder, run_name = checker(Folder), checker(Name)
 
 
 def show(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value as it is typed on the command line."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def options(group: str) -> list[str]:
-    """The files of a config group, but for those that only others begin with."""
+    """Return the names of the files of a config group, without those whose names begin with an underscore."""
     return sorted(path.stem for path in (ROOT / "conf" / group).glob("[!_]*.yaml"))
 
 
 def group_file(group: str, name: str) -> dict[str, Any]:
-    """Return what a file of a config group holds, with the files of that group that it begins with."""
+    """Return the content of a file of a config group, merged with the files in its `defaults`."""
     content: dict[str, Any] = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text()) or {}
     bases = [group_file(group, base) for base in content.pop("defaults", []) if base != "_self_"]
     return {key: value for part in (*bases, content) for key, value in part.items()}
 
 
 def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, str]:
-    """By name, the last of some patterns that it matches, as file names match `net.layer?.*`; a name that matches none
-    is left out.
+    """Return the last pattern that each name matches. Names without a match are left out.
+
+    Args:
+        patterns: shell patterns such as `net.layer?.*`.
+        names: names of parameters.
 
     Raises:
         ValueError: a pattern matches no name.
@@ -117,14 +123,23 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
 
 
 def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[str]) -> str:
-    """The first key that is wrong, and in pydantic's words what it must be: of several kinds that it may have, each."""
+    """Return the message for pydantic's errors: the first wrong key, and what it must be in pydantic's words.
+
+    If a key may have several types, the message has all of them.
+
+    Args:
+        key: the dotted key of the value; empty for the whole config.
+        value: the value that was validated.
+        errors: pydantic's errors.
+        known: the names that the value's keys may have.
+    """
     place: tuple[Any, ...] = errors[0]["loc"]
     keys, top = [key] if key else [], value
     for depth, part in enumerate(place):
         if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
             name = ".".join([*keys, part])
             return f"{name} must be given: {name}=..."
-        if not isinstance(value, Mapping) or part not in value:  # which of several kinds, or which one of a list
+        if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index
             place = place[:depth]
             break
         keys.append(str(part))
@@ -132,7 +147,7 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
     name = ".".join(keys)
     if errors[0]["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         inner = value
-        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # all of `+trainer.max_epochs=3`
+        while not key and isinstance(inner, Mapping) and len(inner) == 1:  # the full key of `+trainer.max_epochs=3`
             part, inner = next(iter(inner.items()))
             name = f"{name}.{part}"
         others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}

@@ -1,9 +1,9 @@
-"""Calls user code that may compute in parallel, in a parent process that is going to fork.
+"""A thread for user code that may compute in parallel, in a parent process that forks later.
 
-The threads that an OpenMP runtime computes with belong to the thread that has started them, and end with it. A fork has
-only the thread that forked: where this one has computed in parallel, the fork waits for threads that it does not have.
-So the parent calls user code in a thread of its own, and forks from its main thread, which has computed nothing. This
-holds for torch, numpy and scikit-learn, and for any number of threads that user code asks for.
+The worker threads of an OpenMP runtime belong to the thread that started them, and end with it. A forked process has
+only the thread that forked. If that thread has computed in parallel, the fork waits for worker threads that it does not
+have. So the parent calls user code in a separate thread, and forks from its main thread, which has computed nothing.
+This works for torch, numpy and scikit-learn, and for any number of threads that user code sets.
 """
 
 import threading
@@ -17,8 +17,10 @@ T = TypeVar("T")
 
 
 def in_new_thread(function: Callable[P, T]) -> Callable[P, T]:
-    """Return `function`, called in a thread that has ended when the call returns. What it raises is raised here, too;
-    a signal interrupts the wait."""
+    """Return a function that calls `function` in a new thread and waits for its end.
+
+    It raises what `function` raises. A signal interrupts the wait.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -27,7 +29,7 @@ def in_new_thread(function: Callable[P, T]) -> Callable[P, T]:
         def work() -> None:
             try:
                 outcome.set_result(function(*args, **kwargs))
-            except BaseException as error:  # SystemExit, too: a thread would end by it in silence
+            except BaseException as error:  # also SystemExit, which would end the thread without a message
                 outcome.set_exception(error)
 
         thread = threading.Thread(target=work, name=function.__name__, daemon=True)

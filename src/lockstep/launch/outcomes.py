@@ -1,4 +1,4 @@
-"""How a run ends, as what is raised, and as what a worker sends to its parent."""
+"""How a run ends: the exceptions that it raises, and the outcome that a worker sends to its parent."""
 
 import os
 import re
@@ -12,28 +12,38 @@ from lockstep.launch.signals import Interrupted
 
 
 class WorkerFailed(Exception):
-    """A worker died. The message names the rank and the reason in one line."""
+    """A worker failed or died. The message names the rank and the reason in one line.
 
-    steps = 0  # optimizer steps that the workers had made, as far as one of them said so
-    local_rank = 0  # of the worker
-    victim = False  # whether it failed because it lost another one, which has the reason
-    without: tuple[int, ...] = ()  # ranks one of which computed wrong: the run can't go on with it
-    last_good_step = 0  # steps of the last checkpoint that it has not spoilt, as far as is known
+    Attributes:
+        steps: completed optimizer steps, the largest count that a worker reported.
+        local_rank: the worker's rank on its machine.
+        victim: whether it failed only because another worker was lost, which reports the reason.
+        without: suspected ranks: one of them computed wrong values, and none may continue.
+        last_good_step: the last step that is known to be free of such values.
+    """
+
+    steps = 0
+    local_rank = 0
+    victim = False
+    without: tuple[int, ...] = ()
+    last_good_step = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a worker ended."""
 
-    kind: str  # `completed`, `failed`, `refused`, `interrupted`; `victim`: others failed; `waited`: for one that hangs
-    text: str = ""  # the reason in one line; of a worker's failure what follows its name
-    signum: int = 0  # of the signal that ended it
-    steps: int = 0  # optimizer steps that had been made
+    # `completed`, `failed`, `refused` (bad input), `interrupted`, `victim` (another worker failed), or `waited`
+    # (another worker hangs)
+    kind: str
+    text: str = ""  # the reason in one line; for a failed worker without its name, which the parent puts in front
+    signum: int = 0  # the number of the signal that ended it
+    steps: int = 0  # completed optimizer steps
     without: tuple[int, ...] = ()  # as in `WorkerFailed`
-    last_good_step: int = 0
+    last_good_step: int = 0  # as in `WorkerFailed`
 
     def raised(self) -> BaseException:
-        """What a run that ends like this raises."""
+        """Return the exception that a run with this outcome raises."""
         if self.kind == "refused":
             return UserError(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
@@ -42,15 +52,18 @@ class Outcome:
 
 
 def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
-    """How what was raised in a worker ended it."""
+    """Return the outcome of a worker that an exception ended."""
     if isinstance(error, Interrupted):
         return Outcome("interrupted", str(error), error.signum, error.steps)
     return Outcome("failed", str(error), 0, error.steps, error.without, error.last_good_step)
 
 
 def first_line(message: str) -> str:
-    """The first line of a message; of what torch hands on from another process or thread, which holds the whole
-    traceback from there, the line that says what was raised."""
+    """Return the first line of a message.
+
+    If torch has re-raised an error of another process or thread, the message contains a whole traceback. Then return
+    the traceback's line with the exception.
+    """
     if "\nOriginal Traceback (most recent call last):" in message:
         end = message.rpartition('\n  File "')[2].splitlines()[1:]
         raised_line = next((line for line in end if line and not line.startswith(" ")), message)
@@ -59,28 +72,31 @@ def first_line(message: str) -> str:
 
 
 def user_code_location(trace: str) -> str:
-    """Where in the user's own code a traceback ends: `<file>:<line> in <function>; `, or nothing."""
+    """Return the last frame of a traceback in the user's own code as `<file>:<line> in <function>; `, or ""."""
     frames = re.findall(r'^ *(?:\| +)?File "(.+)", line (\d+), in (.+)$', trace, re.MULTILINE)
-    mine = [frame for frame in frames if _is_users(frame[0])]
-    return f"{_shown(*mine[-1])}; " if mine else ""
+    mine = [frame for frame in frames if _is_user_code(frame[0])]
+    return f"{_format_frame(*mine[-1])}; " if mine else ""
 
 
 def last_frame(stack: str) -> str:
-    """Where a process was whose stack faulthandler has written: in the user's own code, if it was there; else in the
-    function that it was in. Empty without a stack."""
-    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]  # the main one comes last
+    """Return the innermost frame of a stack that faulthandler wrote as `at <file>:<line> in <function>`.
+
+    Prefer frames of the user's own code. Return "" if there is no stack.
+    """
+    threads = re.split(r"^.*\(most recent call first\):$", stack, flags=re.MULTILINE)[1:]  # the main thread is last
     trimmed = [re.split(r'^ *File ".+/launch/worker.py"', thread, flags=re.MULTILINE)[0] for thread in threads]
     calls = [re.findall(r'^ *File "(.+)", line (\d+) in (.+)$', thread, re.MULTILINE) for thread in trimmed]
-    mine = [call for thread in calls for call in thread if _is_users(call[0])]
+    mine = [call for thread in calls for call in thread if _is_user_code(call[0])]
     latest = mine or (calls[-1] if calls else [])
-    return f"at {_shown(*latest[0])}" if latest else ""
+    return f"at {_format_frame(*latest[0])}" if latest else ""
 
 
-def _is_users(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
+    """Check whether a file is neither Lockstep's, nor Python's, nor an installed package's."""
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     return not file.startswith(others) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
-def _shown(file: str, line: str, function: str) -> str:
-    near = os.path.relpath(file)
-    return f"{file if near.startswith('..') else near}:{line} in {function}"
+def _format_frame(file: str, line: str, function: str) -> str:
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith('..') else relative}:{line} in {function}"

@@ -1,10 +1,10 @@
-"""Runs a function in the worker processes that a layout needs.
+"""The parent process: it runs a function in the worker processes that a layout needs.
 
-Every run happens in workers, the one-device run too: the parent only composes, checks and launches, so its main thread
-never runs a parallel operation (user code is called in another one: new_thread.py) or touches CUDA, and may fork. A
-forked worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks:
-rank zero serves the store at which the workers meet. It ends all workers when one dies, and returns their result. On
-several machines an engine has started the workers already (launch/environment.py): the function then runs in place.
+Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
+runs a parallel operation or touches CUDA, so it may fork; user code runs in another thread (new_thread.py). A forked
+worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks, so rank
+zero, not the parent, serves the store of the process group. When one worker dies, the parent ends all of them. If an
+engine has started the workers already (launch/environment.py), the function runs in this process.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.arithmetic.layout import Layout
 from lockstep.errors import UserError
 from lockstep.launch import logs, worker
-from lockstep.launch.environment import external_workers
+from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
 from lockstep.launch.process_group import (
     NAMING_SECONDS,
@@ -38,24 +38,25 @@ from lockstep.launch.scratch import scratch_folder
 from lockstep.launch.signals import Interrupted, block_signals, end_children, forward_signals, signal_children
 from lockstep.launch.worker import WorkerResult
 
-LOST_CONNECTION = "lost the connection to another rank, whose machine or log says why"
-GRACE_SECONDS = 5  # between telling the workers to end and killing them
-# Which of several ends is the run's.
+LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
+GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
+# If workers end in different ways, the run has the outcome that comes first here.
 OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
 
 
 def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: float = 300.0, restarts: int = 0) -> Any:
-    """Calls `work(*args)` in every worker of this machine and returns what the first one's call returned.
+    """Call `work(*args)` in every worker of this machine and return rank zero's result.
 
     Args:
         work: a function that a worker can import; its result must be picklable.
-        layout: how many workers.
+        args: positional arguments of `work`.
+        layout: it has the number of workers.
         hang_timeout: seconds after which a collective that a worker does not join ends the run.
-        restarts: times that the workers were started before.
+        restarts: how many times the workers were restarted.
 
     Raises:
-        UserError: a worker refused its input, or the workers that exist don't match the layout.
-        WorkerFailed: a worker died.
+        UserError: a worker refused its input, or an engine has started another number of workers than the layout has.
+        WorkerFailed: a worker failed or died.
         Interrupted: a signal ended the run; its checkpoint is saved.
     """
     freeze_imports()
@@ -74,7 +75,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
                     workers.append(_Worker(f"rank {rank}", process, receiver))
                     sender.close()
             listener.close()
-            if received:  # before all of them were known
+            if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
             first = min((w for w in workers if w.answer), key=lambda w: OUTCOME_PRIORITY.index(w.answer.outcome.kind))
@@ -85,7 +86,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             raise _failure(first, workers, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h")  # the cursor, which a bar has hidden
+                sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
             raise
         finally:
             _end_processes([each.process for each in workers])
@@ -94,12 +95,12 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
 def _run_in_external_worker(
     work: Callable[..., Any], args: tuple[Any, ...], layout: Layout, hang_timeout: float
 ) -> Any:
-    """As `launch`, in a worker that an engine has started."""
+    """Call `work(*args)` in this process, which is a worker that an engine has started. See `launch`."""
     world = external_workers()
     if world != layout.world_size:
         raise UserError(
-            f"{world} workers exist, the layout needs {layout.world_size}: leave devices and num_nodes out, with "
-            "strategy=ddp"
+            f"{environment().started_by} has started {world} workers, but the layout needs {layout.world_size}: "
+            "give strategy=ddp, and leave out devices and num_nodes"
         )
     join_external()
     use_timeout(hang_timeout)
@@ -118,16 +119,16 @@ def _run_in_external_worker(
 
 @dataclass
 class _Worker:
-    """A worker as its parent knows it."""
+    """The parent's record of a worker."""
 
     name: str
     process: Any
     receiver: Connection
-    answer: Any = None  # a WorkerResult, as soon as it has ended or is about to
+    answer: Any = None  # a WorkerResult, once the worker has sent it or has died
 
-    def listen(self) -> None:
-        """Takes its answer; where it has died without one, makes that."""
-        alive = self.process.is_alive()  # before the pipe is read: what it sent before its end is there then
+    def receive_answer(self) -> None:
+        """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
+        alive = self.process.is_alive()  # check this first: a dead worker's last message is then in the pipe
         with suppress(EOFError):
             if self.receiver.poll():
                 self.answer = self.receiver.recv()
@@ -135,17 +136,17 @@ class _Worker:
             return
         code = self.process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed: exit code {code}"
-        how += " (out of memory?)" * (code == -signal.SIGKILL)  # of all that send it, the one that leaves no word
+        how += " (out of memory?)" * (code == -signal.SIGKILL)  # the kernel's out-of-memory killer leaves no message
         self.answer = WorkerResult(Outcome("failed", how, signum=-code))
 
 
 def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
-    """Wait until all have answered, one has failed, or time is over."""
+    """Wait until all workers have answered or one has failed; with `seconds`, until all have answered or time is up."""
     until = None if seconds is None else time.monotonic() + seconds
     while working := [each for each in workers if each.answer is None]:
         wait([each.receiver for each in working] + [each.process.sentinel for each in working], timeout=0.5)
         for each in working:
-            each.listen()
+            each.receive_answer()
         over = until is not None and time.monotonic() > until
         failed = any(each.answer and each.answer.outcome.kind not in ("completed", "interrupted") for each in workers)
         if over or (failed and until is None):
@@ -153,9 +154,9 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
 
 
 def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
-    """What to raise for a worker that did not complete."""
+    """Return the exception for a worker that did not complete."""
     outcome, local_rank = first.answer.outcome, workers.index(first)
-    if outcome.kind == "waited":  # for one that hangs
+    if outcome.kind == "waited":  # another worker hangs
         _wait(workers, NAMING_SECONDS)
         silent = [index for index, each in enumerate(workers) if each.answer is None]
         text = outcome.text
@@ -177,8 +178,8 @@ def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, sc
 
 
 def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
-    """End a worker that hangs, after it has written its stack into its log; return where it was."""
-    for signum in (signal.SIGQUIT, signal.SIGCONT):  # a stopped one answers when it goes on
+    """Kill a worker that hangs, after its stack is in its log. Return the place where it hung, or ""."""
+    for signum in (signal.SIGQUIT, signal.SIGCONT):  # SIGCONT lets a stopped worker handle SIGQUIT
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
     where = last_frame(logs.read_stack(scratch, rank, NAMING_SECONDS))
@@ -187,6 +188,7 @@ def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
 
 
 def _end_processes(processes: Sequence[Any]) -> None:
+    """Send SIGTERM to processes, and SIGKILL to those that do not end in time."""
     for process in processes:
         process.terminate()
     until = time.monotonic() + GRACE_SECONDS
@@ -197,8 +199,8 @@ def _end_processes(processes: Sequence[Any]) -> None:
 
 
 def start_method() -> str:
-    """`fork` where it is safe and exists, else `spawn`."""
+    """Return `fork` on Linux, else `spawn`. Return `spawn` also if CUDA is initialised, and in a notebook."""
     import torch
 
-    computed = torch.cuda.is_initialized() or "ipykernel" in sys.modules
-    return "fork" if sys.platform == "linux" and not computed else "spawn"
+    unsafe = torch.cuda.is_initialized() or "ipykernel" in sys.modules
+    return "fork" if sys.platform == "linux" and not unsafe else "spawn"

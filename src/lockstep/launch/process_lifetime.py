@@ -1,8 +1,7 @@
-"""What a Python process does beside the work, and need not: collect garbage among what it imports, and take itself
-apart at its end.
+"""A faster start and end of a Python process: no garbage collection during imports, and no teardown at exit.
 
-Measured on a run of one step, in seconds of processor time, on a busy machine: 7.1 as Python does it, 6.6 without
-collecting while torch and Lightning are imported, 4.2 when the process then ends without being taken apart.
+Measured on a run of one step, in seconds of CPU time, on a busy machine: 7.1 with Python's defaults, 6.6 without
+garbage collection during the imports of torch and Lightning, 4.2 if the process also exits without teardown.
 """
 
 import gc
@@ -18,17 +17,19 @@ from lockstep.launch.process_group import leave_group
 
 
 def disable_garbage_collector() -> None:
-    """Switches the collector off, until `freeze_imports`. For a process that is the command's own."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, of GPUs that are not there
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn of each peer whose name is unknown here
+    """Turn the garbage collector off until `freeze_imports`. Call it only in the command's own process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler warns about missing GPUs
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's stores warn about each peer name they can't resolve
     gc.disable()
 
 
 def freeze_imports() -> None:
-    """Before this process forks. After `disable_garbage_collector`, what exists by now stays: the collector leaves it
-    alone here and in the forks, so that they go on sharing its memory (the recipe of Python's `gc.freeze`). Later on,
-    what earlier workers left is collected here: a fork that collects torch's store waits for a thread that it does not
-    have."""
+    """Prepare the garbage collector for forks. Call it before this process forks.
+
+    The first call after `disable_garbage_collector` exempts all present objects from collection, here and in the forks,
+    so that they share the memory of these objects (see Python's `gc.freeze`). Later calls collect what earlier workers
+    left: a fork that collects torch's store would wait for a thread that it does not have.
+    """
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -37,14 +38,17 @@ def freeze_imports() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the command's process with `code`: what was written goes out, the kernel takes everything back at once. A
-    worker of torchrun's leaves the others first, unless it failed: they would lose it before its reason is told."""
+    """Flush all output and exit with `code`, without Python's teardown.
+
+    An external worker leaves the process group first, unless it failed: otherwise other workers would report a lost
+    connection before this one has reported its reason.
+    """
     if external_workers() and not code:
         leave_group()
-    for child in multiprocessing.active_children():  # of a launcher's pool (joblib), which would wait for more jobs
+    for child in multiprocessing.active_children():  # the pool of a launcher (joblib), which would wait for more jobs
         child.terminate()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it is gone, or it is closed
+        with suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
             stream.flush()
     os._exit(code)

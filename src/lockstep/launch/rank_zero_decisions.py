@@ -1,5 +1,4 @@
-"""What the workers that an engine has started agree on before they train: one value each, and who writes in the run's
-folder."""
+"""Decisions that external workers share before training: values from rank zero, and the ranks that write to disk."""
 
 import json
 import os
@@ -16,17 +15,17 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objec
 
 
 def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
-    """Return what rank zero makes, on all ranks of workers that an engine has started; else what this process makes.
+    """Call `make` on rank zero and return its result on all ranks. Without an engine, call it in this process.
 
-    torchrun starts workers again, and may give rank zero to a machine that joins later. So the workers of each machine
-    remember what was agreed on for as long as the agent lives that started them, and what one remembers holds for all.
+    torchrun restarts workers and may give rank zero to a machine that joined later. So each machine stores the decided
+    values in a file for as long as its torchrun agent runs, and a value stored on any machine is used by all.
 
     Args:
         what: the value's name, the same on all ranks.
-        make: called on rank zero if nobody remembers; its result is plain data.
+        make: called on rank zero if no machine has stored the value; must return plain data.
 
     Raises:
-        UserError: `make`'s, on all ranks.
+        UserError: `make` raised it on rank zero; all ranks raise it.
     """
     if not external_workers():
         return make()
@@ -43,22 +42,22 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     if refused:
         raise UserError(refused)
     if memory and environment().local_rank == 0:
-        with suppress(OSError):  # without it, a later start makes the value anew
+        with suppress(OSError):  # without the file, a restart calls `make` again
             memory.write_text(json.dumps({**(remembered or {}), what: value}))
     return value
 
 
 def forget_decisions() -> None:
-    """Remove what this machine's workers remember: their run is completed, and the agent ends too."""
+    """Remove this machine's file of decided values. Call it when the run is completed."""
     if (memory := _memory()) and environment().local_rank == 0:
         memory.unlink(missing_ok=True)
 
 
 def _memory() -> Path | None:
-    """The file in which the workers of one torchrun agent remember values; None under another engine.
+    """Return the file that holds the decided values of this torchrun agent; None under another engine.
 
-    It is named by the agent's process and when that began, so a later agent never reads it. Those of agents that are
-    gone are removed.
+    The file name contains the agent's process id and start time, so a later agent never reads it. Remove the files of
+    agents that have exited.
     """
     if environment().launcher != "torchrun":
         return None
@@ -72,18 +71,20 @@ def _memory() -> Path | None:
 
 
 def _start_time(pid: int) -> int:
-    """When a process began, in the kernel's ticks since the machine did; 0: it is gone. See proc(5)."""
+    """Return when a process started, in kernel ticks since boot; 0 if it has exited. See proc(5)."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return 0
 
 
 def ranks_with_folder(folder: Path) -> list[int]:
-    """Return the ranks that write in the run's folder: rank zero, and one of each machine that does not see rank zero's
-    folder, which keeps copies of its checkpoints. All ranks call it.
+    """Return the ranks that write in the run's folder. All ranks must call it.
+
+    These are rank zero and the first rank of each machine that does not see rank zero's folder. The latter keep copies
+    of the checkpoints.
 
     Args:
-        folder: the run's; each machine has one of this name in its own `outputs`.
+        folder: the run's folder; each machine has one of this name in its own `outputs`.
     """
     if external_workers() <= 1:
         return [0]
@@ -92,7 +93,7 @@ def ranks_with_folder(folder: Path) -> list[int]:
     if environment().rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    broadcast_from_rank_zero(None)  # now it is there
+    broadcast_from_rank_zero(None)  # wait until rank zero has created the file
     rows = gather_objects((environment().local_rank == 0, mark.exists()))
     if environment().rank == 0:
         mark.unlink(missing_ok=True)
