@@ -43,12 +43,12 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="folder", help="a run, or a folder with runs in it")
     parser.add_argument("--by", metavar="key", help="that the runs differ in, a number")
     parser.add_argument("--to", type=Path, metavar="folder", help="where table and plots go")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        if len(given.runs) == 2 and not given.by and all(map(is_run, given.runs)):
-            print(pair.report(*given.runs))
+        if len(arguments.runs) == 2 and not arguments.by and all(map(is_run, arguments.runs)):
+            print(pair.report(*arguments.runs))
         else:
-            compare(given.runs, given.by, given.to)
+            compare(arguments.runs, arguments.by, arguments.to)
     except UserError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -113,9 +113,9 @@ def best(groups: Sequence[Group]) -> str:
 def roundings(groups: Sequence[Group], root: Path) -> list[str]:
     """A sentence for each set of rows that took the same steps on different layouts."""
     sentences = []
-    for alike in same_steps(groups):
-        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in alike)
-        exact, digests = alike[0].layout("exact"), {group.digests for group in alike}
+    for members in same_steps(groups):
+        rows = " and ".join(f"{places(group, root)} ({group.layout_name})" for group in members)
+        exact, digests = members[0].layout("exact"), {group.digests for group in members}
         if len(digests) == 1:
             sentences.append(f"{rows} took the same steps, to the same bits of the weights.")
         elif exact:
@@ -135,13 +135,13 @@ def shown(column: str, value: Any) -> str:
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:
     """What is not in the numbers, and why."""
     left_out = runs - sum(len(group.runs) for group in groups)
-    said = [f"left out: {plural(left_out, 'folder')} of what trained nothing"] if left_out else []
+    lines = [f"left out: {plural(left_out, 'folder')} of what trained nothing"] if left_out else []
     for group in groups:
         for run in group.runs:
             if not run.completed:
-                told = (run.summary.get("status", "without an end"), run.summary.get("error"))
-                said.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, told))}")
-    return said
+                outcome = (run.summary.get("status", "without an end"), run.summary.get("error"))
+                lines.append(f"{run.folder.name} ({group.label}): {', '.join(filter(None, outcome))}")
+    return lines
 
 
 def by_key(lines: Lines, key: str) -> str:

@@ -32,8 +32,8 @@ def main() -> int:
     """Shows them until it is interrupted; TensorBoard's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="?", default="outputs", help="where run folders are; outputs")
-    given, options = parser.parse_known_args()
-    runs = given.runs
+    arguments, options = parser.parse_known_args()
+    runs = arguments.runs
     if not Path(runs).is_dir():
         print(f"error: {runs}: no such folder", file=sys.stderr)
         return 2
@@ -100,8 +100,8 @@ class Links:
         """The run's title, its name, of a sweep's job the number; the time of its start where two would be called the
         same."""
         run = next(parent for parent in folder.parents if parent.joinpath("tensorboard").is_dir())
-        kept = run / "loggers.json"
-        title = json.loads(kept.read_text())["title"] if kept.exists() else "run"
+        titles = run / "loggers.json"
+        title = json.loads(titles.read_text())["title"] if titles.exists() else "run"
         parts = [part for part in run.relative_to(self._runs).parts if part != "sweeps"]
         inside = folder.relative_to(run / "tensorboard").parts[1:]  # below the title
         names = []

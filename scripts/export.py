@@ -92,9 +92,9 @@ def changes(module: pl.LightningModule, spec: Spec) -> bool:
     logs.hide_harmless_warnings()
     module.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     images = torch.rand(2, spec.channels, spec.image_size, spec.image_size)
-    found, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)
+    transferred, _ = module.on_after_batch_transfer((images.clone(), torch.zeros(2, dtype=torch.int64)), 0)
     module.trainer = None
-    return not torch.equal(found, images)
+    return not torch.equal(transferred, images)
 
 
 def write_torch(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
@@ -128,13 +128,13 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tenso
 def difference(model: nn.Module, run: Callable[[Tensor], Tensor], spec: Spec) -> float:
     """The largest difference of a probability, over batches of random images of several sizes."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    differences = []
     for size in BATCHES:
         shape = size, spec.channels, spec.image_size, spec.image_size
         images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
         with torch.no_grad():
-            found.append((model(images) - run(images)).abs().max())
-    return float(torch.stack(found).max())
+            differences.append((model(images) - run(images)).abs().max())
+    return float(torch.stack(differences).max())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ NEXT = re.compile(r"\(accumulate_grad_batches=(\d+)\) takes less")
 def attempt(overrides: list[str], micro_batches: int) -> subprocess.CompletedProcess[str]:
     """Train for two steps with so many micro-batches. Return the process that has ended."""
     with tempfile.TemporaryDirectory(prefix="fit_memory_") as folder:
-        own = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
-        command = [sys.executable, str(TRAIN), *overrides, *own]
+        settings = (f"accumulate_grad_batches={micro_batches}", f"outputs={folder}", *SHORT)
+        command = [sys.executable, str(TRAIN), *overrides, *settings]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -57,7 +57,7 @@ from lockstep.run import cli
 from lockstep.run.summary import versions, write_summary
 from lockstep.text import plural
 
-OWN = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py has not
+PARITY_KEYS = ("steps", "test_samples", "tail", "differences", "features", "rows")  # keys that train.py has not
 CONTROLS = {
     "lr x 1.01": None,
     "gradients summed, not averaged": "summed",
@@ -92,7 +92,7 @@ def parity(raw: dict[str, Any], folder: Path) -> None:
         def prepared(overrides: Sequence[str]) -> tuple[dict[str, Any], Splits]:
             composed = compose("parity", [*HydraConfig.get().overrides.task, *overrides])
             raw: Any = OmegaConf.to_container(composed, resolve=True)
-            raw = {key: value for key, value in raw.items() if key not in OWN}
+            raw = {key: value for key, value in raw.items() if key not in PARITY_KEYS}
             config, splits = opened(raw, test_samples)
             return raw, shorten(splits, steps, config.layout.batch_size, config.layout.pieces, tail)
 
@@ -135,20 +135,20 @@ def opened(raw: dict[str, Any], test_samples: int) -> tuple[Config, Splits]:
     return config, splits
 
 
-def judge_features(found: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
+def judge_features(results: dict[str, list[Row]], folder: Path, report: dict[str, Any]) -> None:
     """Shows what became of each feature.
 
     Raises:
         Different: one is not as promised, or a control was not seen.
     """
-    Console(width=170).print(features.table(found))
+    Console(width=170).print(features.table(results))
     write_summary(
-        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in found.items()}}
+        folder / "features.json", report | {"rows": {n: [r.plain() for r in rows] for n, rows in results.items()}}
     )
-    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in found.items() for row in rows if not row.passed]
+    failed = [f"{name}, {row.layout} ({row.kind})" for name, rows in results.items() for row in rows if not row.passed]
     if failed:
         raise Different(f"not as promised: {'; '.join(failed)}")
-    print(f"As promised: all {sum(map(len, found.values()))} rows of {', '.join(found)}.")
+    print(f"As promised: all {sum(map(len, results.values()))} rows of {', '.join(results)}.")
 
 
 def judge_layouts(
@@ -209,7 +209,7 @@ def compare(
             tried = check({**raw, **trial.changes})
             layout, arithmetic = tried.layout, (tried.layout.exact, steps_late({**raw, **trial.changes}))
             names = trial.name or title(layout), each(layout)
-            found = run(trial, raw, steps, splits, folder / f"{number:02d}")
+            outcome = run(trial, raw, steps, splits, folder / f"{number:02d}")
         except (UserError, WorkerFailed) as error:
             if tolerance is None:
                 raise
@@ -219,12 +219,12 @@ def compare(
             passed = isinstance(error, UserError) if refusable else kind == "control" and "not finite" in str(error)
             rows.append(Row(kind, *names, str(error), passed))
             continue
-        default = found if kind == "late" else first.get((False, usual), found)
+        default = outcome if kind == "late" else first.get((False, usual), outcome)
         reference = first.get(arithmetic, default)
-        rows.append(judge(kind, names, found, reference, tolerance))
-        first.setdefault(arithmetic, found)
+        rows.append(judge(kind, names, outcome, reference, tolerance))
+        first.setdefault(arithmetic, outcome)
         if kind == "yardstick":
-            yardsticks.append(distances(found, reference))
+            yardsticks.append(distances(outcome, reference))
             tolerance = allowed(yardsticks, roundoff(config.precision))
     assert tolerance is not None
     return rows, tolerance, explain(first[False, usual], tolerance)
@@ -238,14 +238,14 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     default, exact = {"exact": False}, {"exact": True}
     everywhere = list(layouts(config, raw))
     one, others = everywhere[0] | default, everywhere[1:]
-    found = [("default", Trial("", one))]
-    found += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
-    two = asked(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
+    planned = [("default", Trial("", one))]
+    planned += [("yardstick", Trial("gradients off by roundings", one, fault)) for fault in YARDSTICKS]
+    two = requested_layout(config, raw) | {"strategy": group_file("strategy", "ddp"), "devices": 2}
     engines = [two] if can_run({**raw, **two, **default}) else []
-    found += [("default", Trial("", layout | default)) for layout in others]
-    found += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
-    found += [("exact", Trial("", layout | exact)) for layout in everywhere]
-    found += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
+    planned += [("default", Trial("", layout | default)) for layout in others]
+    planned += [("default", Trial(ENGINE, layout | default, by_engine=True)) for layout in engines]
+    planned += [("exact", Trial("", layout | exact)) for layout in everywhere]
+    planned += [("exact", Trial(ENGINE, layout | exact, by_engine=True)) for layout in engines]
     late: dict[str, Any] = {}
     if "late" in options("extras"):
         one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
@@ -255,14 +255,14 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
         for layout in everywhere:
             if can_run({**raw, **layout, **late}):  # stages send no gradients that could be late
                 some.setdefault(check({**raw, **layout}).layout.strategy, layout)
-        found += [("late", Trial("", layout | exact | late)) for layout in some.values()]
-    found.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
-    wrong = asked(config, raw) | default
+        planned += [("late", Trial("", layout | exact | late)) for layout in some.values()]
+    planned.append(("pieces", Trial("1 device, whole step", one | {"pieces": 1})))
+    wrong = requested_layout(config, raw) | default
     for name, fault in CONTROLS.items():
-        found.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
+        planned.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
     if lateable:
-        found.append(("control", Trial(LATE, one | late)))
-    return found
+        planned.append(("control", Trial(LATE, one | late)))
+    return planned
 
 
 def steps_late(raw: dict[str, Any]) -> int:
@@ -294,10 +294,12 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if config.layout.accelerator == "cpu":
         others = [group_file("strategy", name) for name in options("strategy") if name not in ("auto", "ddp", "dp")]
         candidates += [(strategy, n) for strategy in others for n in (2, 3) if n <= most]
-    found = [asked(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates]
+    changed = [
+        requested_layout(config, raw) | {"strategy": strategy, "devices": number} for strategy, number in candidates
+    ]
     core = [strategy["name"] for strategy in (auto, ddp, dp)]
     seen = set()
-    for changes in found:
+    for changes in changed:
         if changes["strategy"]["name"] not in core and not can_run({**raw, **changes}):
             continue
         layout = check({**raw, **changes}).layout
@@ -306,7 +308,7 @@ def layouts(config: Config, raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield changes
 
 
-def asked(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
+def requested_layout(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     """The layout asked for, as changes to a config."""
     layout = {"strategy": raw["strategy"], "devices": config.layout.devices}
     return layout | {"pieces": config.layout.pieces, "accumulate_grad_batches": None}

@@ -78,31 +78,35 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
     Raises:
         UserError: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
     """
-    told = about.get("config")
-    if not isinstance(told, dict) or not isinstance(told.get("strategy"), dict):
+    recorded = about.get("config")
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
         raise UserError(f"{path}: what it says of the run is no config")
     for group in GROUPS:
-        check_targets_named(path, group, told.get(group), raw.get(group))
+        check_targets_named(path, group, recorded.get(group), raw.get(group))
     before = about.get("data_dir")
-    there = isinstance(before, str) and Path(before).is_dir()
-    kept = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
-    speed = {**(told.get("speed") or {}), "resident": raw["speed"]["resident"]}
-    strategy = {key: told["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
+    exists = isinstance(before, str) and Path(before).is_dir()
+    local = {key: raw[key] for key in ("outputs", "name", "devices", "num_workers")}
+    speed = {**(recorded.get("speed") or {}), "resident": raw["speed"]["resident"]}
+    strategy = {key: recorded["strategy"].get(key, value) for key, value in raw["strategy"].items() if key in SENDING}
     config = check(
         {
-            **told,
-            **kept,
+            **recorded,
+            **local,
             "num_nodes": 1,
             "speed": speed,
             "strategy": {**raw["strategy"], **strategy},
-            "extras": {**(told.get("extras") or {}), **group_file("extras", "ledger")},
-            "data_dir": raw["data_dir"] or (before if there else "data"),
-            "callbacks": {**(told.get("callbacks") or {}), "saving": SAVING},
+            "extras": {**(recorded.get("extras") or {}), **group_file("extras", "ledger")},
+            "data_dir": raw["data_dir"] or (before if exists else "data"),
+            "callbacks": {**(recorded.get("callbacks") or {}), "saving": SAVING},
         }
     )
-    if told.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(told):
-        own = told["strategy"]
-        layout = f"strategy={own.get('name')} devices={own.get('devices')} num_nodes={own.get('num_nodes')}"[:80]
+    if recorded.get("exact") is not True and config_sha256(decisive_config(config)) != config_sha256(recorded):
+        original = recorded["strategy"]
+        layout = (
+            f"strategy={original.get('name')} devices={original.get('devices')} num_nodes={original.get('num_nodes')}"[
+                :80
+            ]
+        )
         raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
     return Life(about, config)
 
@@ -140,10 +144,10 @@ def _work(config: Config, splits: Splits, folder: Path) -> None:
     fit_and_test(config, splits, folder)
 
 
-def first_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     """The first tensor or number of two checkpoints that differs, and by how much; empty where all are the same."""
     for name in ("state_dict", *STATE):
-        for difference in _differences(name, found.get(name), wanted.get(name)):
+        for difference in _differences(name, computed.get(name), expected.get(name)):
             return difference.removeprefix("state_dict.")
     return ""
 

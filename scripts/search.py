@@ -44,7 +44,7 @@ from lockstep.run.summary import write_conclusion
 from lockstep.run.supervisor import train
 from lockstep.run.sweeps import Job, Progress, Slot, run_jobs
 
-OWN = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
+DEFAULTS = {"trials": "20", "metric": "val/acc", "mode": "max", "folder": ""}
 NOT_THE_RECIPE = {"outputs", "name", "resume", "hydra", "sweep", "logger", "debug", "data_dir"}
 FIRST = 3  # trials that are all refused: then so will be the others
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -82,7 +82,7 @@ class Search:
             assert lock is not None, "a new trial is nobody's"
             return new, lock
 
-    def tell(self, number: int, value: float | None, status: str) -> None:
+    def record(self, number: int, value: float | None, status: str) -> None:
         """Takes down a trial's result; None, nan, or not completed: it failed, and counts as made."""
         good = status == "completed" and value is not None and math.isfinite(value)
         with self.alone():  # else one that draws might take it for cut short
@@ -175,14 +175,14 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
             *flags,
         ]
         with _into(log):
-            code, said = cli.run_command(train, "train")
-            if said:
-                print(said, file=sys.stderr)
+            code, message = cli.run_command(train, "train")
+            if message:
+                print(message, file=sys.stderr)
         if code > 128:
             raise Interrupted(code - 128)
         if code:
             job.folder.mkdir(exist_ok=True)
-            error = said.partition("\n")[0].removeprefix("error: ")
+            error = message.partition("\n")[0].removeprefix("error: ")
             write_conclusion(job.folder, "failed", error, {"refused": code == cli.REFUSED})
 
     summaries: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ def run_trial(job: Job, flags: list[str], log: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _into(log: Path) -> Iterator[None]:
     """Whatever this process and those that it starts print meanwhile is appended to a file."""
-    kept = [os.dup(stream) for stream in (1, 2)]
+    originals = [os.dup(stream) for stream in (1, 2)]
     with open(log, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -202,31 +202,35 @@ def _into(log: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, before in zip((1, 2), kept, strict=True):
+        for stream, before in zip((1, 2), originals, strict=True):
             os.dup2(before, stream)
             os.close(before)
 
 
 def main(arguments: list[str]) -> int:
     """Searches; returns the exit code: 0, or 1 where no trial was completed."""
-    own = OWN | {key: value for key, _, value in (each.partition("=") for each in arguments) if key in OWN}
-    if not own["trials"].isdecimal() or own["mode"] not in ("max", "min"):
-        raise UserError(f"trials={own['trials']} mode={own['mode']}: must be a number of trials, and max or min")
+    settings = DEFAULTS | {
+        key: value for key, _, value in (each.partition("=") for each in arguments) if key in DEFAULTS
+    }
+    if not settings["trials"].isdecimal() or settings["mode"] not in ("max", "min"):
+        raise UserError(
+            f"trials={settings['trials']} mode={settings['mode']}: must be a number of trials, and max or min"
+        )
     flags = [each for each in arguments if each.startswith("-")]
-    given = [each for each in arguments if each not in flags and each.partition("=")[0] not in OWN]
-    parsed = OverridesParser.create().parse_overrides(given)
+    remaining = [each for each in arguments if each not in flags and each.partition("=")[0] not in DEFAULTS]
+    parsed = OverridesParser.create().parse_overrides(remaining)
     fixed = [override for override in parsed if not override.is_sweep_override()]
     space = {each.get_key_element(): distribution(each) for each in parsed if each.is_sweep_override()}
     if not space:
         raise UserError("nothing to search; give 'lr=tag(log,interval(0.001,0.3))', say")
     outputs = next((str(each.value()) for each in fixed if each.key_or_group == "outputs"), str(ROOT / "outputs"))
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = Path(own["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
-    search = Search(folder, own["mode"], space, int(own["trials"]))
-    progress = Progress(search.trials, own["metric"], own["mode"])
+    folder = Path(settings["folder"] or Path(outputs, "searches", stamp)).expanduser().absolute()
+    search = Search(folder, settings["mode"], space, int(settings["trials"]))
+    progress = Progress(search.trials, settings["metric"], settings["mode"])
     refused = 0
-    while found := search.draw():
-        trial, lock = found
+    while drawn := search.draw():
+        trial, lock = drawn
         values = [f"{key}={value}" for key, value in trial.params.items()]
         overrides = [*(str(each.input_line) for each in fixed), *values]
         job = Job(trial.number, folder / str(trial.number), overrides, " ".join(values), time.monotonic())
@@ -235,10 +239,10 @@ def main(arguments: list[str]) -> int:
         except Interrupted:
             print(f"to go on: the same command with folder={os.path.relpath(folder)}", file=sys.stderr)
             raise
-        search.tell(trial.number, (summary.get("metrics") or {}).get(own["metric"]), summary["status"])
+        search.record(trial.number, (summary.get("metrics") or {}).get(settings["metric"]), summary["status"])
         lock.close()
         for each in search.ended():
-            progress.add(each.number, {"status": "completed", "metrics": {own["metric"]: each.value}})
+            progress.add(each.number, {"status": "completed", "metrics": {settings["metric"]: each.value}})
         progress.done = len(search.ended()) - 1
         progress.ended(job, summary)
         refused += summary.get("refused", False)
@@ -247,7 +251,7 @@ def main(arguments: list[str]) -> int:
     if all(trial.value is None for trial in search.ended()):
         print("error: no trial was completed", file=sys.stderr)
         return 1
-    write_best(search, own["metric"], fixed)
+    write_best(search, settings["metric"], fixed)
     print(f"the best again: python src/train.py --config-dir={os.path.relpath(folder)} experiment=best")
     return 0
 

@@ -57,8 +57,8 @@ check_seed = checker(Annotated[int, Field(strict=True, ge=0)])
 class Different(Exception):
     """Something is not what the ledger says, of a `step`."""
 
-    def __init__(self, said: str, step: int = 0) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
         self.step = step
 
 
@@ -97,13 +97,13 @@ def look(raw: dict[str, Any], folder: Path) -> None:
             )
     starts = checkpoints(run, lines)
     steps = choose(wanted, seed, lines, starts, run)
-    spans = [(max(found for found in starts if found < step), step) for step in steps]
+    spans = [(max(start for start in starts if start < step), step) for step in steps]
     wrong: dict[int, str] = {}
     for start, step in spans:
-        found = compare(lines, lives, start, starts, step, folder / "again")
+        differing = compare(lines, lives, start, starts, step, folder / "again")
         shutil.rmtree(folder / "again", ignore_errors=True)
-        print(f"steps {start} to {step}: {next(iter(found.values()), 'the same bits')}", flush=True)
-        wrong |= found
+        print(f"steps {start} to {step}: {next(iter(differing.values()), 'the same bits')}", flush=True)
+        wrong |= differing
     for note in other_here(lives[-1].about):
         print(f"note: {note}")
     if wrong:
@@ -148,7 +148,7 @@ def lives_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[
     Raises:
         Different: the config is not the one of its hash, or the data are others here.
     """
-    found: list[Life] = []
+    lives: list[Life] = []
     for line in lines:
         if "about" in line:
             part = life(line["about"], raw, path)
@@ -158,16 +158,16 @@ def lives_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[
                     f"{path}: other data: their fingerprint is {part.splits.fingerprint[:12]} in "
                     f"{part.config.data_dir}, and {data} in the ledger from step {line['since']} on"
                 )
-            if found:
-                print(f"note: after step {line['since']} the run went on otherwise: {changes(found[-1], part)}")
-        elif not found:
+            if lives:
+                print(f"note: after step {line['since']} the run went on otherwise: {changes(lives[-1], part)}")
+        elif not lives:
             raise Different(f"{path}: its first line does not say what the run is about: it was changed")
         else:
-            part = found[-1]
+            part = lives[-1]
         if line.get("config_sha256") != config_sha256(part.about["config"]):
             raise Different(f"{path}: step {line['step']} has the hash of another config")
-        found.append(part)
-    return found
+        lives.append(part)
+    return lives
 
 
 def changes(before: Life, now: Life) -> str:
@@ -184,8 +184,8 @@ def changes(before: Life, now: Life) -> str:
 
 def other_here(about: Mapping[str, Any]) -> list[str]:
     """What is not here as it was there, though the bits may be the same."""
-    there, here = about.get("versions"), versions()
-    packages = there.items() if isinstance(there, dict) else ()
+    recorded, here = about.get("versions"), versions()
+    packages = recorded.items() if isinstance(recorded, dict) else ()
     odd = [f"{name} {old} there, {here.get(name)} here" for name, old in packages if here.get(name) != old]
     if about.get("code_sha256") != code_sha256():
         sides = {"there": about, "here": git_info()}.items()
@@ -207,9 +207,9 @@ def shown(value: Any) -> str:
 def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
     """Where training can go on from, by step: kept checkpoints of the ledger's steps, and the seed."""
     folder, steps = run / "checkpoints", {line["step"] for line in lines}
-    kept = step_checkpoints(folder) if folder.is_dir() else {}
-    found: dict[int, Path | None] = {step: path for step, path in kept.items() if step in steps}
-    return found | ({0: None} if lines[0]["step"] == 0 else {})
+    saved = step_checkpoints(folder) if folder.is_dir() else {}
+    starts: dict[int, Path | None] = {step: path for step, path in saved.items() if step in steps}
+    return starts | ({0: None} if lines[0]["step"] == 0 else {})
 
 
 def choose(
@@ -228,7 +228,7 @@ def choose(
         chosen = sorted(set(wanted))
     for step in chosen:
         if step not in computed:
-            near = sorted(sorted(computed, key=lambda found: abs(found - step))[:3])
+            near = sorted(sorted(computed, key=lambda other: abs(other - step))[:3])
             raise UserError(f"steps={show(wanted)}: the ledger has no line at {step}; near it are {join_names(near)}")
     if not chosen or not all(any(start < step for start in starts) for step in chosen):
         raise UserError(
@@ -251,20 +251,20 @@ def compare(
     if len({line["config_sha256"] for line in within}) > 1:
         raise UserError(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
     try:
-        check_kept(starts[start], lines[first])
-        found = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
+        check_checkpoint(starts[start], lines[first])
+        computed = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
         for line in within:
-            kept, own = check_kept(starts.get(line["step"]), line), found.get(line["step"], {})
-            if odd := [word for key, word in HASHES.items() if own.get(key) != line.get(key)]:
+            saved, again = check_checkpoint(starts.get(line["step"]), line), computed.get(line["step"], {})
+            if odd := [word for key, word in HASHES.items() if again.get(key) != line.get(key)]:
                 mine = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
-                there = first_difference(mine, kept) if kept and mine["global_step"] == line["step"] else ""
-                return {line["step"]: f"other {' and '.join(odd)}{'; first ' * bool(there)}{there}"}
+                detail = first_difference(mine, saved) if saved and mine["global_step"] == line["step"] else ""
+                return {line["step"]: f"other {' and '.join(odd)}{'; first ' * bool(detail)}{detail}"}
     except Different as wrong:
         return {wrong.step: str(wrong)}
     return {}
 
 
-def check_kept(path: Path | None, line: Line) -> dict[str, Any]:
+def check_checkpoint(path: Path | None, line: Line) -> dict[str, Any]:
     """The checkpoint that was kept of a line, if any; raises Different where it is not the one of its line."""
     if path is None:
         return {}
@@ -272,8 +272,8 @@ def check_kept(path: Path | None, line: Line) -> dict[str, Any]:
         checkpoint = checkpoint_io.load(path)
     except CheckpointError as error:
         raise Different(str(error), line["step"]) from error
-    found = hashes(checkpoint)
-    odd = [word for key, word in HASHES.items() if key in line and found[key] != line[key]]
+    digests = hashes(checkpoint)
+    odd = [word for key, word in HASHES.items() if key in line and digests[key] != line[key]]
     if checkpoint.get("global_step") != line["step"]:
         odd.append("step")
     if odd:

@@ -70,12 +70,12 @@ def read(path: Path) -> dict[str, Any]:
         return {}
     try:
         text = path.read_text()
-        found: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
+        content: Any = json.loads(text) if path.suffix == ".json" else OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path}: can't be read ({' '.join(str(error).split())[:120]})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}: not a mapping")
-    return found
+    return content
 
 
 def report(*folders: Path) -> str:
@@ -93,9 +93,9 @@ def report(*folders: Path) -> str:
         rows += differing
         if not differing:
             same[bool(both)].append(section)
-    said = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
-    said += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
-    said += [f"neither tells: {', '.join(same[False])}"] if same[False] else []
+    lines = [markdown(("", "", *map(str, folders)), rows), ""] if rows else []
+    lines += [f"the same in both: {', '.join(same[True])}"] if same[True] else []
+    lines += [f"neither tells: {', '.join(same[False])}"] if same[False] else []
     digests = {side["outcome"].get("weights_sha256") for side in (one, other)}
     bits = "the same bits" if len(digests) == 1 else "different bits"
-    return "\n".join([*said, f"weights: {'a run without an end has none to compare' if None in digests else bits}"])
+    return "\n".join([*lines, f"weights: {'a run without an end has none to compare' if None in digests else bits}"])

@@ -100,8 +100,8 @@ class Group:
         return tuple(sorted((run.config.get("seed"), run.summary.get("weights_sha256")) for run in self.completed))
 
     def values(self, key: str) -> list[float]:
-        found = (run.summary.get(key) for run in self.completed)
-        return [float(value) for value in found if value is not None]
+        entries = (run.summary.get(key) for run in self.completed)
+        return [float(value) for value in entries if value is not None]
 
     def mean(self, key: str) -> float | None:
         values = self.values(key)
@@ -144,7 +144,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     def natural(path: Path) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
 
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder")
@@ -154,8 +154,8 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
             raise UserError(f"{folder}: no run folder, {NO_RUN}, nor runs in it")
         for run in sorted(inside, key=natural):
             config = read(run / "provenance.json").get("config") or read(run / ".hydra" / "config.yaml")
-            found[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
-    return list(found.values())
+            runs[run.absolute()] = Run(run, dict(flat(config)), dict(flat(read(run / "summary.json"))))
+    return list(runs.values())
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
@@ -168,8 +168,8 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
     for run in runs:
-        said = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
-        gathered.setdefault(json.dumps(said, sort_keys=True), []).append(run)
+        compared = {key: show(value) for key, value in run.config.items() if _counts(key, run.config)}
+        gathered.setdefault(json.dumps(compared, sort_keys=True), []).append(run)
     groups = [Group(members, {}) for members in gathered.values()]
     if not any(group.world for group in groups):
         raise UserError(f"{runs[0].folder}: none of the runs has a summary to compare")
@@ -195,7 +195,7 @@ def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
         }
         sizes = [group.layout("batch_size"), group.layout("pieces"), seeds]
         gathered.setdefault(json.dumps([steps, sizes], sort_keys=True), []).append(group)
-    return [alike for alike in gathered.values() if len(alike) > 1]
+    return [members for members in gathered.values() if len(members) > 1]
 
 
 def _off(value: Any) -> bool:
@@ -230,8 +230,8 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
 
 def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
-    alike = [each for each in groups if each.world == 1 and each.differs == group.differs]
-    alone = [each.speed for each in alike if each.layout("batch_size") == group.layout("batch_size") and each.speed]
+    single = [each for each in groups if each.world == 1 and each.differs == group.differs]
+    alone = [each.speed for each in single if each.layout("batch_size") == group.layout("batch_size") and each.speed]
     return group.speed / (group.world * max(alone)) if group.speed and alone else None
 
 
@@ -245,18 +245,18 @@ def against(groups: Sequence[Group], key: str) -> Lines:
     Raises:
         UserError: there is none.
     """
-    found: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
     for group in groups:
         value = group.runs[0].config.get(key)
         if isinstance(value, int | float) and group.completed:
             others = {name: other for name, other in group.differs.items() if name != key and other is not None}
-            said = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
-            found.setdefault((group.layout_name, *said), {})[value] = group.values("metrics.test/acc")
-    found = {names: dict(sorted(points.items())) for names, points in sorted(found.items()) if len(points) > 1}
-    if not found:
+            labels = [f"{name.rpartition('.')[2]}={brief(other)}" for name, other in others.items()]
+            lines.setdefault((group.layout_name, *labels), {})[value] = group.values("metrics.test/acc")
+    lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
+    if not lines:
         raise UserError(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
-    layouts = len({layout for layout, *_ in found}) > 1
-    return {", ".join(names[not layouts :]) or "all": points for names, points in found.items()}
+    layouts = len({layout for layout, *_ in lines}) > 1
+    return {", ".join(names[not layouts :]) or "all": points for names, points in lines.items()}
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -273,19 +273,19 @@ def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
     sessions = []
     for path in (folder / "tensorboard").rglob("events.out.tfevents.*"):
         events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        there = events.Tags()["scalars"]
-        names = {tag: next((name for name in known if name in there), None) for tag, known in TAGS.items()}
-        if found := {tag: events.Scalars(name) for tag, name in names.items() if name}:
-            first = min(series[0].wall_time for series in found.values())
-            sessions.append((min(first, events.FirstEventTimestamp()), found))
+        tags = events.Tags()["scalars"]
+        names = {tag: next((name for name in known if name in tags), None) for tag, known in TAGS.items()}
+        if scalars := {tag: events.Scalars(name) for tag, name in names.items() if name}:
+            first = min(series[0].wall_time for series in scalars.values())
+            sessions.append((min(first, events.FirstEventTimestamp()), scalars))
     points: dict[str, list[tuple[float, float, float]]] = {tag: [] for tag in TAGS}  # step, seconds, value
     before = 0.0
-    for start, found in sorted(sessions, key=lambda session: session[0]):
-        first = min(event.step for series in found.values() for event in series)
-        for tag, kept in points.items():
-            kept[:] = [point for point in kept if point[0] < first]
-            kept += [(event.step, before + event.wall_time - start, event.value) for event in found.get(tag, ())]
-        before = max(point[1] for kept in points.values() for point in kept)
+    for start, scalars in sorted(sessions, key=lambda session: session[0]):
+        first = min(event.step for series in scalars.values() for event in series)
+        for tag, curve in points.items():
+            curve[:] = [point for point in curve if point[0] < first]
+            curve += [(event.step, before + event.wall_time - start, event.value) for event in scalars.get(tag, ())]
+        before = max(point[1] for curve in points.values() for point in curve)
     per_step = (summary.get("samples_seen") or 0) / (summary.get("steps") or 1) or 1.0
-    columns = {tag: np.array(kept, dtype=np.float64).T for tag, kept in points.items() if kept}
+    columns = {tag: np.array(curve, dtype=np.float64).T for tag, curve in points.items() if curve}
     return {tag: Curve(steps * per_step, seconds, values) for tag, (steps, seconds, values) in columns.items()}

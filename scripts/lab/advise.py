@@ -97,8 +97,8 @@ def on_devices(raw: dict[str, Any], splits: Splits, folder: Path, seconds: float
             continue
         print(f"measuring {choice} ...", file=sys.stderr)
         try:
-            found = measure(choice, raw, splits, folder, steps)
-            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, found["seconds"]), found["peak_gib"]
+            measured = measure(choice, raw, splits, folder, steps)
+            choice.seconds, choice.peak_gib = min(choice.seconds or math.inf, measured["seconds"]), measured["peak_gib"]
         except (UserError, WorkerFailed) as error:
             choice.failed = str(error)
     choices.sort(key=lambda choice: choice.seconds or math.inf)
@@ -124,10 +124,10 @@ def on_machines(
         print(f"measuring {samples} samples ...", file=sys.stderr)
         machines = config.layout.batch_size // samples
         pieces = config.layout.pieces if raw["pieces"] is None else math.ceil(config.layout.pieces / machines)
-        alone, own = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
-        first = measure(alone, own, splits, folder, WARMUP + LEAST)
-        found = measure(alone, own, splits, folder, enough(seconds, first["seconds"]), gradients=True)
-        return scaling.Computed(found["median"], found["ready"], found["sizes"])
+        alone, settings = Choice("single", 1, pieces, samples // pieces), {**raw, "batch_size": samples}
+        first = measure(alone, settings, splits, folder, WARMUP + LEAST)
+        measured = measure(alone, settings, splits, folder, enough(seconds, first["seconds"]), gradients=True)
+        return scaling.Computed(measured["median"], measured["ready"], measured["sizes"])
 
     rows = scaling.predict(config, compression, links, part)
     print(scaling.table(rows))
@@ -144,13 +144,13 @@ def offers(config: Config) -> list[Choice]:
     batch = config.layout.batch_size
     most = available_cores() if config.layout.accelerator == "cpu" else gpu_count()
     counts = sorted({most} | {1 << bit for bit in range(most.bit_length())})
-    found = []
+    choices = []
     for devices, pieces in itertools.product(counts, ACCUMULATE):
         if batch % (devices * pieces) == 0:
             # dp can't be compiled
             names = ("single",) if devices == 1 else ("ddp",) if config.compile else ("ddp", "dp")
-            found += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
-    return found
+            choices += [Choice(name, devices, pieces, batch // (devices * pieces)) for name in names]
+    return choices
 
 
 def measure(
@@ -204,18 +204,18 @@ def conclusion(choices: list[Choice], config: Config, speeds: list[float]) -> st
     best = choices[0]
     if best.seconds is None:
         raise UserError(f"batch_size={config.layout.batch_size}: no layout of this machine can run it: {best.failed}")
-    said = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
+    sentences = [f"Use {best}: a step of {config.layout.batch_size} samples takes {1000 * best.seconds:.1f} ms."]
     alone = [choice.seconds for choice in choices if choice.devices == 1 and choice.seconds]
     if best.devices > 1 and alone:
         gain = min(alone) / best.seconds
-        said.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
+        sentences.append(f"That is {gain:.2f} times as fast as one device ({1000 * min(alone):.1f} ms).")
     if speeds and max(speeds) > UNEVEN:
         shares = ",".join(f"{speed:.2g}" for speed in speeds)
-        said.append(
+        sentences.append(
             f"The {len(speeds)} devices differ in speed: strategy.shares=[{shares}] with pieces={8 * len(speeds)} or "
             "so keeps them all busy."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

@@ -79,11 +79,11 @@ def main() -> int:
         names = (part, "ours", "other", "ratio", "quartiles", "goal", "", "the same work")
         print(markdown(names, [row.cells() for row in rows]), flush=True)
         options.json.mkdir(parents=True, exist_ok=True)
-        found = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
-        found |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        report = {"part": part, "rows": [asdict(row) | {"met": row.met} for row in rows]}
+        report |= {"seconds": time.perf_counter() - began, "date": datetime.now(UTC).isoformat(timespec="seconds")}
         machine = {"processor": cpu_name(), "cores": available_cores(), "system": platform.platform()}
-        found |= {"machine": machine, "versions": versions(), "git": git_info()}
-        write_summary(options.json / f"{part}.json", found)
+        report |= {"machine": machine, "versions": versions(), "git": git_info()}
+        write_summary(options.json / f"{part}.json", report)
     return int(failed)
 
 

@@ -66,25 +66,25 @@ def main() -> int:
     parser.add_argument("--machines", type=int, metavar="N", help="one exact run over N machines (2 or more)")
     parser.add_argument("--control", action="store_true", help="go on with another seed: must not be survived")
     parser.add_argument("overrides", nargs="*", help="for train.py, such as model=resnet18")
-    asked = parser.parse_args()
-    if unknown := set(asked.layouts.split(",")) - set(LAYOUTS):
+    arguments = parser.parse_args()
+    if unknown := set(arguments.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts: there is no {', '.join(sorted(unknown))}; known: {', '.join(LAYOUTS)}")
-    if asked.machines is not None and not 2 <= asked.machines <= 200:
-        parser.error(f"--machines: {asked.machines}, must be 2 or more (to 200)")
+    if arguments.machines is not None and not 2 <= arguments.machines <= 200:
+        parser.error(f"--machines: {arguments.machines}, must be 2 or more (to 200)")
 
     try:
-        return run_campaigns(partial(planned, asked))
+        return run_campaigns(partial(planned, arguments))
     except NoMachines as reason:
-        print(f"error: --machines={asked.machines}: can't be made here: {reason}", file=sys.stderr)
+        print(f"error: --machines={arguments.machines}: can't be made here: {reason}", file=sys.stderr)
         return 2
 
 
 def planned(chosen: argparse.Namespace, work: Path, places: ExitStack) -> list[Campaign]:
     """The campaigns that were asked for; what they need is held by `places`."""
-    asked = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
+    overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
     if chosen.machines:
-        asked.append(f"max_epochs={2 + LASTING * chosen.faults}")
-    job = one_each([*asked, *chosen.overrides])
+        overrides.append(f"max_epochs={2 + LASTING * chosen.faults}")
+    job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
     if chosen.machines:
         machines, name = places.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"

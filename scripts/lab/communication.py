@@ -84,11 +84,11 @@ def communicate(raw: dict[str, Any], folder: Path) -> None:
         if machines:
             machines.burst = min(max(size // workers // 32, 16_384), 131_072)
             machines.limit(rate)
-        found = run("measure", place, workers, rounds, machines)
+        results = run("measure", place, workers, rounds, machines)
     control = judged(checks)
-    link = Link.fitted(found[0]["pings"], found[0]["adding"])
+    link = Link.fitted(results[0]["pings"], results[0]["adding"])
     rows = []
-    for count, sums in enumerate((each["sums"] for each in found), start=2):
+    for count, sums in enumerate((each["sums"] for each in results), start=2):
         for way, row in sums.items():
             cost = link.cost(way, count, size)
             low, mid, high = quantiles(row["seconds"], n=4)
@@ -129,8 +129,8 @@ def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines |
     processes: list[subprocess.Popen[Any]] = []
     try:
         for rank in range(workers):
-            asked = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
-            command = machines.command(rank, asked) if machines else asked
+            program = [sys.executable, str(WORKER), what, *map(str, (folder, rank, workers, endpoint, rounds))]
+            command = machines.command(rank, program) if machines else program
             processes.append(subprocess.Popen(command, env=environment))
         for rank, process in enumerate(processes):
             if code := process.wait():
@@ -139,23 +139,23 @@ def run(what: str, folder: Path, workers: int, rounds: int, machines: Machines |
         for process in processes:
             process.kill()
             process.wait()
-    found: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
-    return found
+    results: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
+    return results
 
 
 def judged(checks: list[dict[str, int]]) -> str:
     """What the sums' bits say, of 2 workers and more."""
-    for workers, found in enumerate(checks, start=2):
-        if found["exact"] != 1:
-            raise RuntimeError(f"{workers} workers: of exact integers there are {found['exact']} different sums")
-        if found["wrong"] == 1 or (workers > 2 and found["float"] == 1):
-            raise RuntimeError(f"{workers} workers: the check of bits did not see sums that differ: {found}")
-    said = (
+    for workers, counts in enumerate(checks, start=2):
+        if counts["exact"] != 1:
+            raise RuntimeError(f"{workers} workers: of exact integers there are {counts['exact']} different sums")
+        if counts["wrong"] == 1 or (workers > 2 and counts["float"] == 1):
+            raise RuntimeError(f"{workers} workers: the check of bits did not see sums that differ: {counts}")
+    sentence = (
         "Of exact integers all ways gave the same bits on all workers, those of one process that adds by itself; that "
         "one number was left out was seen"
     )
     more = f", and of float32 {len(checks) + 1} workers got {checks[-1]['float']} different sums" * (len(checks) > 1)
-    return f"{said}{more}."
+    return f"{sentence}{more}."
 
 
 def report(link: Link, rows: list[Row]) -> str:

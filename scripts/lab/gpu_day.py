@@ -113,8 +113,8 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Ro
     """What became of a trial within so many seconds; `bits` are what the first trial of each task ended with."""
 
     def row(verdict: str, good: bool, sha256: str | None = None) -> Row:
-        told = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
-        return told | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
+        fields = {"part": trial.part, "trial": trial.name, "verdict": verdict, "good": good}
+        return fields | {"seconds": time.monotonic() - began, "weights_sha256": sha256}
 
     began, codes = time.monotonic(), [0]
     if seconds < 1:
@@ -136,15 +136,15 @@ def carried_out(trial: Trial, seconds: float, bits: dict[str, str | None]) -> Ro
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
         digests = [json.loads(file.read_text()).get("weights_sha256") for file in Path(outputs).rglob("summary.json")]
-    said = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
+    message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[-1])
     sha256 = next(filter(None, digests), None)
     if codes != [trial.code] * len(codes):
         refused = trial.part == "layouts" and codes == [2]
-        return row(f"refused: {said}" if refused else f"EXIT {codes}: {said}", refused)
+        return row(f"refused: {message}" if refused else f"EXIT {codes}: {message}", refused)
     if trial.task:
         same = sha256 == bits.setdefault(trial.task, sha256)
         return row("the same bits" if same else "other bits", same != trial.differs and sha256 is not None, sha256)
-    return row(said if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
+    return row(message if trial.code else next((line for line in lines if " fits" in line), lines[-1]), True, sha256)
 
 
 def write_page(rows: Sequence[Row], machine: Sequence[str], folder: Path) -> None:
@@ -177,8 +177,8 @@ def main() -> int:
     if wrong := [part for part in options.parts if part not in known]:
         print(f"error: {wrong[0]}: {unknown_name_message(wrong[0], known)}", file=sys.stderr)
         return 2
-    parts, kept = options.parts or list(known), options.to / "gpu_day.json"
-    rows: list[Row] = json.loads(kept.read_text())["rows"] if kept.exists() else []
+    parts, page = options.parts or list(known), options.to / "gpu_day.json"
+    rows: list[Row] = json.loads(page.read_text())["rows"] if page.exists() else []
     rows = [row for row in rows if row["part"] not in parts]
     machine = [*facts(), f"commit {dict(git_info() or {}).get('commit')}"]
     bits: dict[str, str | None] = {}

@@ -25,7 +25,7 @@ from lockstep.errors import UserError
 
 MOST = 10_000  # machines on paper
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes, torch's defaults
-ON_THE_WIRE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
+COMPRESSED_SIZE = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 
 
 @dataclass
@@ -49,22 +49,22 @@ class Several:
     step: float
 
 
-def links(given: Any, outputs: str) -> dict[str, Link]:
+def links(names: Any, outputs: str) -> dict[str, Link]:
     """By name: a rate (200mbit, 400gbit@5us), what communication.py wrote, `newest` of these, or a list of such."""
-    found = {}
-    for name in given if isinstance(given, list) else [given]:
+    by_name = {}
+    for name in names if isinstance(names, list) else [names]:
         if name == "newest":
             results = sorted(Path(outputs).glob("*/*/communication.json"), key=lambda path: path.stat().st_mtime)
             if not results:
                 raise UserError(
                     f"link=newest: no */*/communication.json in {outputs}; scripts/lab/communication.py makes it"
                 )
-            found[str(results[-1].parent)] = Link.measured(results[-1])
+            by_name[str(results[-1].parent)] = Link.measured(results[-1])
         elif Path(str(name)).exists():
-            found[str(name)] = Link.measured(Path(str(name)))
+            by_name[str(name)] = Link.measured(Path(str(name)))
         else:
-            found[str(name)] = Link.of_rate(str(name))
-    return found
+            by_name[str(name)] = Link.of_rate(str(name))
+    return by_name
 
 
 def numbers(config: Config) -> list[int]:
@@ -74,26 +74,26 @@ def numbers(config: Config) -> list[int]:
 
 
 def predict(
-    config: Config, compression: str, found: dict[str, Link], measure: Callable[[int], Computed]
+    config: Config, compression: str, by_name: dict[str, Link], measure: Callable[[int], Computed]
 ) -> list[Several]:
     """The steps on all numbers of machines; `measure` takes the samples of one."""
-    if compression not in ON_THE_WIRE:
+    if compression not in COMPRESSED_SIZE:
         raise UserError(f"link: what strategy.compression={compression} sends is not known beforehand")
     batch, rows = config.layout.batch_size, []
     for count in numbers(config):
         one = measure(batch // count)
-        for name, link in found.items():
-            reducing, step = steps(one, link, count, ON_THE_WIRE[compression], config.layout.exact)
+        for name, link in by_name.items():
+            reducing, step = steps(one, link, count, COMPRESSED_SIZE[compression], config.layout.exact)
             rows.append(Several(name, count, batch // count, one.step, reducing, step))
-    return sorted(rows, key=lambda row: list(found).index(row.link))
+    return sorted(rows, key=lambda row: list(by_name).index(row.link))
 
 
-def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: bool) -> tuple[float, float]:
+def steps(one: Computed, link: Link, machines: int, compressed_size: float, exact: bool) -> tuple[float, float]:
     """Seconds of all-reduce, and of the step. Under exact, integers of 64 bits are sent when backward is done."""
     if machines == 1:
         return 0.0, one.step
     end = max(one.ready)
-    sent = [(end, 2 * sum(one.sizes))] if exact else [(at, on_the_wire * size) for at, size in buckets(one)]
+    sent = [(end, 2 * sum(one.sizes))] if exact else [(at, compressed_size * size) for at, size in buckets(one)]
     reducing, left = 0.0, -end  # of what has been sent, seconds after the backward pass
     for ready, size in sent:
         seconds = link.cost("ring", machines, int(size)).seconds
@@ -104,14 +104,14 @@ def steps(one: Computed, link: Link, machines: int, on_the_wire: float, exact: b
 
 def buckets(one: Computed) -> list[tuple[float, int]]:
     """When each of DDP's buckets is ready, and its bytes."""
-    found: list[tuple[float, int]] = []
+    complete: list[tuple[float, int]] = []
     ready, size, limit = 0.0, 0, FIRST_BUCKET
     for at, bytes_ in zip(reversed(one.ready), reversed(one.sizes), strict=True):
         ready, size = max(ready, at), size + bytes_
         if size >= limit:
-            found.append((ready, size))
+            complete.append((ready, size))
             ready, size, limit = 0.0, 0, BUCKET
-    return [*found, (ready, size)] if size else found
+    return [*complete, (ready, size)] if size else complete
 
 
 def table(rows: list[Several]) -> str:
@@ -134,7 +134,7 @@ def table(rows: list[Several]) -> str:
 
 def conclusion(rows: list[Several]) -> str:
     """For each link, which number is the fastest, and from which on communication eats the gain."""
-    said = []
+    sentences = []
     for name in dict.fromkeys(row.link for row in rows):
         mine = [row for row in rows if row.link == name]
         best, alone = min(mine, key=lambda row: row.step), mine[0].step
@@ -142,8 +142,8 @@ def conclusion(rows: list[Several]) -> str:
         half = f"from {eaten[0]} on a machine waits for more than half of it" if eaten else "none waits for half"
         slower = [row.machines for row in mine[1:] if row.step > alone]
         worse = f"; {', '.join(map(str, slower))} are slower than one" if slower else ""
-        said.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
-    return "\n".join(said)
+        sentences.append(f"{name}: fastest on {best.machines} ({alone / best.step:.2f} times one); {half}{worse}.")
+    return "\n".join(sentences)
 
 
 def eaten(step: float, size: int, link: Link, way: str) -> tuple[int | None, int, float, float, float]:

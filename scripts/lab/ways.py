@@ -50,13 +50,13 @@ class Way:
         low, mid, high = (1000 * each / self.samples for each in quantiles(self.steps, n=4))
         gain = median(first.steps) / first.samples / median(self.steps) * self.samples
         waits = median(mean(worker["waits"] for worker in run) for run in self.runs)
-        sent, held, peak = (
+        sent, stored, peak = (
             max(worker[name] for run in self.runs for worker in run) for name in ("sent", "held", "peak_gib")
         )
         cells = (
             *(link, f"`{self.overrides}`", f"{1000 * median(self.steps):.0f}", self.samples),
             *(f"{mid:.2f} ({low:.2f} to {high:.2f})", f"{gain:.2f}", f"{waits:.1%}" if waits else ""),
-            *(f"{sent / MIB:.1f}" if sent else "", f"{held / MIB:.1f}", f"{1024 * peak:.0f}"),
+            *(f"{sent / MIB:.1f}" if sent else "", f"{stored / MIB:.1f}", f"{1024 * peak:.0f}"),
         )
         return f"| {' | '.join(map(str, cells))} |"
 
@@ -69,9 +69,9 @@ def main() -> int:
     parser.add_argument("--burst", type=int, default=32_768, help="bytes that a rested link passes at once")
     parser.add_argument("--steps", type=int, default=20, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=3)
-    given = sys.argv[1:]
-    at = given.index("--") if "--" in given else len(given)
-    options, everywhere = parser.parse_args(given[:at]), given[at + 1 :]
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    options, everywhere = parser.parse_args(arguments[:at]), arguments[at + 1 :]
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     try:
         for rate in options.rate or [None]:
@@ -99,14 +99,21 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
     """
     warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten
     steps = warmup + options.steps
-    asked = [sys.executable, "src/train.py", "accelerator=cpu", "threads=1", f"max_steps={steps}", "max_epochs=1000000"]
-    asked += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=bench.clock.Clock"]
-    asked += [*everywhere, *way.overrides.split()]
+    program = [
+        sys.executable,
+        "src/train.py",
+        "accelerator=cpu",
+        "threads=1",
+        f"max_steps={steps}",
+        "max_epochs=1000000",
+    ]
+    program += ["val_every=1000000", "logger=none", "callbacks=none", "+callbacks.clock._target_=bench.clock.Clock"]
+    program += [*everywhere, *way.overrides.split()]
     if machines is None:
-        commands = [[*asked, f"devices={options.devices}", f"outputs={folder}/0"]]
+        commands = [[*program, f"devices={options.devices}", f"outputs={folder}/0"]]
     else:
         commands = [
-            machines.rank(index, [*asked, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
+            machines.rank(index, [*program, f"outputs={folder}/{index}"], PORT) for index in range(options.devices)
         ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'scripts' / 'lab'}"}
     with (folder / "log").open("w+") as log:

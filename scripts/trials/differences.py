@@ -88,8 +88,8 @@ def measure(
     lines = ["| what differs | other bits | weights | accuracy, points | removed by | what is then left |"]
     lines.append("|---|---|---|---|---|---|")
     for pair in counted(pairs(config, raw["model"]), "pair"):
-        found, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
-        rows.append({"pair": pair.name, "effect": asdict(found), "left": asdict(left) if left else None})
-        numbers = f"{'no' if found.same_bits else 'yes'} | {found.weights:.0e} | {found.accuracy:+.2f}"
+        observed, left = effect(pair.one, pair.other), effect(*pair.switched) if pair.switched else None
+        rows.append({"pair": pair.name, "effect": asdict(observed), "left": asdict(left) if left else None})
+        numbers = f"{'no' if observed.same_bits else 'yes'} | {observed.weights:.0e} | {observed.accuracy:+.2f}"
         lines.append(f"| {pair.name} | {numbers} | {pair.switch} | {left or '-'} |")
     return rows, "\n".join(lines)

@@ -46,10 +46,10 @@ def measure(
     features: Mapping[str, Sequence[str]], prepared: Prepared, steps: int, folder: Path
 ) -> dict[str, list[Row]]:
     """The rows of each feature, which has a name and overrides. A row's kind is one of COLUMNS."""
-    found = {}
+    results = {}
     for number, (name, overrides) in enumerate(counted(list(features.items()), "feature")):
-        found[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
-    return found
+        results[name] = _rows(list(overrides), prepared, steps, folder / f"{number:02d}")
+    return results
 
 
 def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) -> list[Row]:
@@ -92,10 +92,10 @@ def _rows(overrides: list[str], prepared: Prepared, steps: int, folder: Path) ->
     return rows
 
 
-def table(found: Mapping[str, Sequence[Row]]) -> Table:
+def table(results: Mapping[str, Sequence[Row]]) -> Table:
     """A line for each feature; a cell says what its trials came to, or the first that is not as promised."""
     shown = Table("", *COLUMNS.values(), box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for name, rows in found.items():
+    for name, rows in results.items():
         shown.add_row(name, *(_cell([row for row in rows if row.kind == kind]) for kind in COLUMNS))
     return shown
 
@@ -104,7 +104,7 @@ def _cell(rows: Sequence[Row]) -> str:
     wrong = next((row for row in rows if not row.passed), None)
     if wrong:
         return f"[bold red]{wrong.layout}: {wrong.verdict}[/]"
-    said = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
-    if said == "same to rounding":
-        said += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
-    return f"[green]{said}[/]"
+    text = ", ".join(dict.fromkeys(row.verdict for row in rows)) or "-"
+    if text == "same to rounding":
+        text += f", {max(row.distances.weights for row in rows if row.distances):.0e}"
+    return f"[green]{text}[/]"

@@ -38,24 +38,25 @@ class Distances:
         return 0 if inside.all() else int(inside.argmin()) + 1  # nan is not inside
 
 
-def distances(found: Outcome, reference: Outcome) -> Distances:
-    """How far `found` is from `reference`; losses relative to the largest of the reference."""
+def distances(result: Outcome, reference: Outcome) -> Distances:
+    """How far `result` is from `reference`; losses relative to the largest of the reference."""
     scale = norm(reference.probes[0]) or 1.0
     return Distances(
-        difference(found.weights, reference.weights),
-        difference(found.buffers, reference.buffers),
-        difference(found.gradients, reference.gradients),
-        np.array([norm(now - then) / scale for now, then in zip(found.probes, reference.probes, strict=True)]),
-        np.abs(found.losses - reference.losses) / np.abs(reference.losses).max(),
+        difference(result.weights, reference.weights),
+        difference(result.buffers, reference.buffers),
+        difference(result.gradients, reference.gradients),
+        np.array([norm(now - then) / scale for now, then in zip(result.probes, reference.probes, strict=True)]),
+        np.abs(result.losses - reference.losses) / np.abs(reference.losses).max(),
     )
 
 
 def allowed(yardsticks: Sequence[Distances], roundoff: float) -> Distances:
     """The tolerance: MARGIN times the largest of the yardsticks, or of a rounding a step, where that is more."""
     floor = roundoff * np.arange(1, len(yardsticks[0].loss_curve) + 1)
-    ends = [MARGIN * max(floor[-1], *(getattr(found, name) for found in yardsticks)) for name in ENDS]
+    ends = [MARGIN * max(floor[-1], *(getattr(yardstick, name) for yardstick in yardsticks)) for name in ENDS]
     curves = [
-        np.max([getattr(found, name) for found in yardsticks], axis=0) for name in ("weights_curve", "loss_curve")
+        np.max([getattr(yardstick, name) for yardstick in yardsticks], axis=0)
+        for name in ("weights_curve", "loss_curve")
     ]
     return Distances(*ends, *(MARGIN * np.maximum(np.maximum.accumulate(curve), floor) for curve in curves))
 
@@ -80,34 +81,34 @@ class Row:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        found = {**vars(self)}
+        fields = {**vars(self)}
         if self.distances is not None:
             curves = {name: getattr(self.distances, name).tolist() for name in ("weights_curve", "loss_curve")}
-            found["distances"] = vars(self.distances) | curves
-        return found
+            fields["distances"] = vars(self.distances) | curves
+        return fields
 
 
-def judge(kind: str, names: tuple[str, str], found: Outcome, reference: Outcome, tolerance: Distances | None) -> Row:
+def judge(kind: str, names: tuple[str, str], result: Outcome, reference: Outcome, tolerance: Distances | None) -> Row:
     """A trial's row: under exact the bits decide, else the distances."""
-    away = distances(found, reference)
-    same_bits = found.sha256 == reference.sha256
-    same_samples = found.samples == reference.samples
-    evaluated, expected = (evaluation(outcome) for outcome in (found, reference))
+    away = distances(result, reference)
+    same_bits = result.sha256 == reference.sha256
+    same_samples = result.samples == reference.samples
+    evaluated, expected = (evaluation(outcome) for outcome in (result, reference))
     left = away.leaves(tolerance) if tolerance is not None else 0
     if kind == "yardstick":
         verdict, passed = "yardstick", True
     elif kind == "control":
         passed = bool(left) or not same_samples
         verdict = f"seen, after step {left}" if left else "seen: other samples" if passed else "NOT SEEN"
-    elif kind == "pieces" and left and found.sensitive:
-        verdict, passed = f"legal: {' and '.join(found.sensitive)}, other pieces", True
-    elif kind in ("exact", "late") and found is not reference and reference.config.layout.exact:
+    elif kind == "pieces" and left and result.sensitive:
+        verdict, passed = f"legal: {' and '.join(result.sensitive)}, other pieces", True
+    elif kind in ("exact", "late") and result is not reference and reference.config.layout.exact:
         passed = same_bits and same_samples and evaluated == expected
         verdict = "same bits" if passed else "DIFFERENT"
     else:  # summed in another order: a test sample on the edge may fall on the other side, but none is lost
         passed = not left and (same_samples or kind == "pieces") and evaluated[1:] == expected[1:]
         verdict = f"DIFFERENT{f', after step {left}' if left else ''}" if not passed else "same to rounding"
-    if found is reference:
+    if result is reference:
         verdict = "reference"
     shown = "/".join(map(str, evaluated))
     return Row(kind, *names, verdict, passed, None if kind == "pieces" else same_samples, same_bits, away, shown)

@@ -82,10 +82,10 @@ class Record(pl.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        own = batch.num_local_samples  # of a short step, a rank may have none
+        local = batch.num_local_samples  # of a short step, a rank may have none
         if trainer.datamodule.layout.replicas == 1 and not trainer.is_global_zero:
-            own = 0  # a stage's are rank zero's
-        self.losses.append((float(outputs["loss"]) * own if own else 0.0, batch.samples))
+            local = 0  # a stage's are rank zero's
+        self.losses.append((float(outputs["loss"]) * local if local else 0.0, batch.samples))
         state = trainer.strategy.lightning_module_state_dict()
         flat = [_numpy(state[name]).reshape(-1) for name, _ in pl_module.named_parameters()]
         every = max(1, sum(map(len, flat)) // PROBES)
@@ -95,19 +95,19 @@ class Record(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Puts together what each process knows of ids and losses, and saves arrays under `kind/name`."""
-        own = self.ids, [loss for loss, _ in self.losses]
-        known: list[Any] = [own]
+        local = self.ids, [loss for loss, _ in self.losses]
+        known: list[Any] = [local]
         if dist.is_initialized():
             known = [None] * dist.get_world_size()
-            dist.all_gather_object(known, own)
+            dist.all_gather_object(known, local)
         state = trainer.strategy.lightning_module_state_dict()
         if not trainer.is_global_zero:
             return
-        ids = {key: value for found, _ in known for key, value in found.items()}
+        ids = {key: value for part, _ in known for key, value in part.items()}
         losses = np.sum([losses for _, losses in known], axis=0) / [samples for _, samples in self.losses]
-        kept = {n: state[n] for n, b in pl_module.named_buffers() if n in state and b.is_floating_point()}
+        buffers = {n: state[n] for n, b in pl_module.named_buffers() if n in state and b.is_floating_point()}
         arrays: dict[str, Any] = {f"weights/{name}": _numpy(state[name]) for name, _ in pl_module.named_parameters()}
-        arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in kept.items()}
+        arrays |= {f"buffers/{name}": _numpy(buffer) for name, buffer in buffers.items()}
         arrays |= {f"gradients/{name}": gradient for name, gradient in self.gradients.items()}
         arrays |= {"about/losses": losses, "about/probes": np.stack(self.probes)}
         arrays["about/samples"] = np.array(hashlib.sha256(repr(sorted(ids.items())).encode()).hexdigest())
@@ -134,13 +134,13 @@ def roundoff(precision: str) -> float:
 
 def sensitive(module: nn.Module) -> list[str]:
     """The kinds of layers whose result depends on how a step is cut into pieces."""
-    found = set()
+    kinds = set()
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            found.add("BatchNorm")
+            kinds.add("BatchNorm")
         elif isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p:
-            found.add("dropout")
-    return sorted(found)
+            kinds.add("dropout")
+    return sorted(kinds)
 
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:

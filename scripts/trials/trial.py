@@ -114,10 +114,10 @@ def run(trial: Trial, raw: Mapping[str, Any], steps: int, splits: Splits, folder
             raise WorkerFailed("killed before its first checkpoint")
     summary = (_launch_as_an_engine if trial.by_engine else _launch)(config, splits, folder)
     parts: dict[str, Any] = {"weights": {}, "buffers": {}, "gradients": {}, "about": {}}
-    with np.load(folder / FILE) as found:
-        for key in found:
+    with np.load(folder / FILE) as arrays:
+        for key in arrays:
             kind, _, name = key.partition("/")
-            parts[kind][name] = found[key]
+            parts[kind][name] = arrays[key]
     shutil.rmtree(folder)
     about: dict[str, Any] = parts.pop("about")
     about |= {"samples": str(about["samples"]), "sensitive": about["sensitive"].tolist()}
@@ -128,7 +128,7 @@ def _config(trial: Trial, raw: Mapping[str, Any], steps: int, changes: Mapping[s
     bare: dict[str, Any] = {"max_steps": steps, "max_epochs": steps, "val_every": None, "logger": {}, "resume": None}
     layout = check({**raw, **changes}).layout
     record = {"_target_": "trials.record.Record", "pieces": layout.pieces, "batch_size": layout.batch_size}
-    callbacks = {name: given for name, given in raw["callbacks"].items() if trial.whole and name not in USUAL}
+    callbacks = {name: callback for name, callback in raw["callbacks"].items() if trial.whole and name not in USUAL}
     if trial.begun is not None:
         callbacks["checkpoint"] = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None, "every": 1}
     return check({**raw, **bare, **changes, "callbacks": {**callbacks, "record": {**record, "fault": fault}}})
@@ -194,7 +194,7 @@ def counted(items: Sequence[T], what: str) -> Iterator[T]:
         yield item
 
 
-def difference(found: Tensors, reference: Tensors) -> float:
+def difference(tensors: Tensors, reference: Tensors) -> float:
     """The largest relative difference of a tensor: norm of the difference over norm of the reference.
 
     A tensor with less than a thousandth of the whole norm is measured against that thousandth: the gradient of a bias
@@ -202,7 +202,7 @@ def difference(found: Tensors, reference: Tensors) -> float:
     """
     norms = {name: norm(tensor) for name, tensor in reference.items()}
     least = 1e-3 * float(np.sqrt(sum(value**2 for value in norms.values())))
-    off = [norm(found[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
+    off = [norm(tensors[name] - reference[name].astype(np.float64)) / max(norms[name], least, 1e-300) for name in norms]
     return max(off, default=0.0)
 
 

@@ -60,7 +60,7 @@ import sys
 sys.path[:0] = [{scripts!r}, {src!r}]
 from pathlib import Path
 import torch, torch.distributed as dist
-from network.collectives import SUMS, Wire
+from network.collectives import SUMS, Channel
 
 pytestmark = pytest.mark.proof
 
@@ -75,7 +75,7 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 for way in SUMS.values():
     dist.barrier()
     before = carried()
-    way(torch.ones(1_000_000), Wire())
+    way(torch.ones(1_000_000), Channel())
     dist.barrier()
     print(*(after - earlier for after, earlier in zip(carried(), before)), flush=True)
 dist.barrier()

@@ -66,20 +66,20 @@ class Clock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = [end - start for start, end in pairwise(self.ends)]
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "steps": steps,
             "pieces": self.took,
             "peak_gib": peak_gib(pl_module.device),
             "sizes": self.sizes,
         }
         strategy: Any = trainer.strategy
-        own = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
+        stored = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
         state = [value for each in trainer.optimizers[0].state.values() for value in each.values()]
-        found["held"] = sum(each.nbytes for each in [*own, *state] if torch.is_tensor(each))
+        record["held"] = sum(each.nbytes for each in [*stored, *state] if torch.is_tensor(each))
         waited, sent = (now - then for now, then in zip(self._so_far(trainer), self.begun, strict=True))
-        found |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
-        found["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
-        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(found))
+        record |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
+        record["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
+        Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(record))
 
     def _so_far(self, trainer: pl.Trainer) -> tuple[float, int]:
         lines = Path("/proc/self/net/dev").read_text().splitlines()

@@ -13,7 +13,7 @@ from lockstep.run.summary import summary_of
 TRAINED, PREDICTED, PIXELS, SIZE, CLASSES = 12_000, 3_000, 160, 32, ("dark", "light")
 PROCESSES, BATCH = 2, 128
 GOAL = 1.3  # of the loop's images a second, at least
-ALIKE, ACCURACY = 1e-4, 0.02  # most that the sides' probabilities, and their test accuracy, may differ
+TOLERANCE, ACCURACY = 1e-4, 0.02  # most that the sides' probabilities, and their test accuracy, may differ
 TASK = ["data=image_folder", f"data.image_size={SIZE}", "data.val_fraction=0", "data.augment=null", "model=mnist_cnn"]
 TASK += ["scheduler=constant", "max_epochs=1", "logger=none", "callbacks.checkpoint.monitor=null"]
 ALONE = ["threads=1", f"num_workers={PROCESSES}", f"batch_size={BATCH}"]
@@ -33,23 +33,23 @@ def folders(folder: Path, rounds: int = 5) -> list[Row]:
     for number in range(rounds):
         run, out = folder / f"run_{number}", folder / f"predicted_{number}"
         program("src/train.py", *TASK, *ALONE, f"data_dir={folder}", f"hydra.run.dir={run}")
-        said = program(loop, "train", *map(str, (folder / "train", test, PROCESSES, BATCH, SIZE))).split()
-        learnt, accuracy = summary_of(run)["metrics"]["test/acc"], float(said[1])
+        output = program(loop, "train", *map(str, (folder / "train", test, PROCESSES, BATCH, SIZE))).split()
+        learnt, accuracy = summary_of(run)["metrics"]["test/acc"], float(output[1])
         checkpoint = run / "checkpoints" / "last.ckpt"
         program("src/predict.py", *ALONE, f"checkpoint={checkpoint}", f"images={test}", f"hydra.run.dir={out}")
-        said += program(loop, "predict", *map(str, (checkpoint, test, PROCESSES, BATCH, table))).split()
+        output += program(loop, "predict", *map(str, (checkpoint, test, PROCESSES, BATCH, table))).split()
         apart = difference(out / "predictions.csv", table)
-        if apart > ALIKE or abs(learnt - accuracy) > ACCURACY:
+        if apart > TOLERANCE or abs(learnt - accuracy) > ACCURACY:
             raise RuntimeError(f"probabilities differ by {apart:.1g}, test accuracies are {learnt} and {accuracy}")
         ours = [summary_of(each)["throughput"]["samples_per_second"] for each in (run, out)]
-        for kept, measured in zip(speeds, (ours[0], float(said[0]), ours[1], float(said[2])), strict=True):
-            kept.append(measured)
+        for speed, measured in zip(speeds, (ours[0], float(output[0]), ours[1], float(output[2])), strict=True):
+            speed.append(measured)
     against = f"images a second against a DataLoader and a loop, {PROCESSES} processes"
-    alike = f"test accuracy {learnt:.1%} and {accuracy:.1%}"
+    accuracies = f"test accuracy {learnt:.1%} and {accuracy:.1%}"
     same = f"probabilities differ by {apart:.1g} at most"
     options: dict[str, Any] = {"at_least": True, "unit": "/s"}
     return [
-        row(f"train.py, {TRAINED} JPEG files: {against}", speeds[0], speeds[1], GOAL, check=alike, **options),
+        row(f"train.py, {TRAINED} JPEG files: {against}", speeds[0], speeds[1], GOAL, check=accuracies, **options),
         row(f"predict.py, {PREDICTED} JPEG files: {against}", speeds[2], speeds[3], GOAL, check=same, **options),
     ]
 

@@ -55,16 +55,16 @@ class Taken:
 
 def growth(rounds: int = 2) -> list[Row]:
     """Runs all axes, draws them, and returns what grew."""
-    found: dict[str, dict[int, list[Taken]]] = {}
-    for axis, (numbers, asked) in AXES.items():
-        found[axis] = {number: [] for number in numbers}
+    results: dict[str, dict[int, list[Taken]]] = {}
+    for axis, (numbers, overrides) in AXES.items():
+        results[axis] = {number: [] for number in numbers}
         for number in numbers * rounds:
-            found[axis][number].append(take([*TASK, *asked.format(number).split()]))
-    draw(found)
+            results[axis][number].append(take([*TASK, *overrides.format(number).split()]))
+    draw(results)
     goals = {("samples", "start"): FLAT, ("samples", "step"): FLAT, ("samples", "memory"): FLAT}
     goals |= {("steps", "step"): FLAT, ("steps", "memory"): FLAT}
     rows = []
-    for axis, runs in found.items():
+    for axis, runs in results.items():
         first, *_, last = runs
         for field, unit in (("start", "s"), ("step", "ms"), ("memory", "MiB")):
             ours, other = ([getattr(taken, field) for taken in runs[number]] for number in (last, first))
@@ -73,23 +73,23 @@ def growth(rounds: int = 2) -> list[Row]:
     return rows
 
 
-def take(asked: list[str]) -> Taken:
+def take(overrides: list[str]) -> Taken:
     """One run."""
     with tempfile.TemporaryDirectory() as outputs:
-        _, memory = watch(["src/train.py", *asked, f"outputs={outputs}"], workers=True)
+        _, memory = watch(["src/train.py", *overrides, f"outputs={outputs}"], workers=True)
         (file,) = Path(outputs).rglob("summary.json")
         ended = summary_of(file.parent)
-    making, data = map(float, program("-c", MAKING, str(ROOT / "src"), *asked).split())
+    making, data = map(float, program("-c", MAKING, str(ROOT / "src"), *overrides).split())
     speed = ended["throughput"]
     step = 1000 * ended["layout"]["batch_size"] / speed["samples_per_second"]
     return Taken(speed["seconds_to_first_step"] - making, step, memory - data)
 
 
-def draw(found: dict[str, dict[int, list[Taken]]]) -> None:
+def draw(results: dict[str, dict[int, list[Taken]]]) -> None:
     """Medians over rounds: a column of panels for each axis."""
     pyplot = our_pyplot()
-    figure, panels = pyplot.subplots(3, len(found), figsize=(3 * len(found), 7.5), sharex="col")
-    for column, (axis, runs) in zip(panels.T, found.items(), strict=True):
+    figure, panels = pyplot.subplots(3, len(results), figsize=(3 * len(results), 7.5), sharex="col")
+    for column, (axis, runs) in zip(panels.T, results.items(), strict=True):
         for number, (panel, field) in enumerate(zip(column, TITLES, strict=True)):
             values = [median(getattr(taken, field) for taken in each) for each in runs.values()]
             panel.plot(list(runs), values, **style(number))

@@ -30,8 +30,8 @@ def program(*command: str) -> str:
     """
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
-        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {said[-1]}")
+        output = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        raise RuntimeError(f"{' '.join(command[:2])}: exit code {done.returncode}: {output[-1]}")
     return done.stdout
 
 

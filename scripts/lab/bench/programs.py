@@ -79,8 +79,8 @@ def memory() -> list[Row]:
                 run += [f"batch_size={batch_size * devices}", f"max_steps={steps}", f"devices={devices}"]
                 ours, total = watch([*run, f"outputs={outputs}"], workers=True)
             what = f"{model}{', ddp 2' * (devices > 1)}: a worker's peak resident memory, against a bare loop's"
-            told = f"all processes together, shared pages once: {total:.0f} against {other_total:.0f} MiB"
-            rows.append(row(what, [ours], [other], MEMORY_GOAL, unit="MiB", check=told))
+            totals = f"all processes together, shared pages once: {total:.0f} against {other_total:.0f} MiB"
+            rows.append(row(what, [ours], [other], MEMORY_GOAL, unit="MiB", check=totals))
     return rows
 
 
@@ -90,17 +90,17 @@ def watch(command: Sequence[str], workers: bool) -> tuple[float, float]:
     with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             with suppress(OSError):  # one that ends meanwhile
-                own = str(process.pid)
-                listed = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-                peak = max([peak, *(kept(pid, "status", "VmHWM") for pid in (listed if workers else [own]))])
-                total = max(total, sum(kept(pid, "smaps_rollup", "Pss") for pid in {*listed, own}))
+                main_pid = str(process.pid)
+                listed = Path(f"/proc/{main_pid}/task/{main_pid}/children").read_text().split()
+                peak = max([peak, *(read_mib(pid, "status", "VmHWM") for pid in (listed if workers else [main_pid]))])
+                total = max(total, sum(read_mib(pid, "smaps_rollup", "Pss") for pid in {*listed, main_pid}))
             time.sleep(0.2)  # to count a process's shared pages holds it up
     if process.returncode:
         raise RuntimeError(f"{command[0]}: exit code {process.returncode}")
     return peak, total
 
 
-def kept(pid: str, file: str, name: str) -> float:
+def read_mib(pid: str, file: str, name: str) -> float:
     """A line of a file in /proc that counts in KiB, in MiB; 0 for a process that has just ended."""
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:")), 0.0)
@@ -112,27 +112,27 @@ def accuracy(data_dir: str, seeds: Sequence[int] = range(5)) -> list[Row]:
     takes some minutes."""
     order = [(name, seed) for seed in seeds for name in RECIPES]
     order.insert(len(order) // 2, (OPPONENT, 0))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*RECIPES, OPPONENT)}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in (*RECIPES, OPPONENT)}
     for name, seed in order:
         one = opponent(data_dir) if name == OPPONENT else recipe(name, seed, data_dir)
-        found[name].append(one)
-    ((_, other),) = found[OPPONENT]
+        results[name].append(one)
+    ((_, other),) = results[OPPONENT]
     rows = []
     for name, (target, goal) in RECIPES.items():
-        reached = [accuracy for accuracy, _ in found[name]]
-        took = mean(seconds for _, seconds in found[name])
+        reached = [accuracy for accuracy, _ in results[name]]
+        took = mean(seconds for _, seconds in results[name])
         what = f"{name}, {target:.1%} of MNIST's test images: times as fast as {OPPONENT} to {OPPONENT_TARGET:.1%}"
-        told = f"test accuracy {mean(reached):.2%} ({', '.join(f'{value:.2%}' for value in reached)})"
-        rows.append(Row(what, took, other, other / took, goal, at_least=True, check=told))
+        accuracies = f"test accuracy {mean(reached):.2%} ({', '.join(f'{value:.2%}' for value in reached)})"
+        rows.append(Row(what, took, other, other / took, goal, at_least=True, check=accuracies))
     return rows
 
 
 def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
     """Test accuracy of one run of ours, and seconds until it stood in summary.json."""
     with tempfile.TemporaryDirectory() as outputs:
-        own = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
+        overrides = [f"experiment={name}", f"seed={seed}", f"data_dir={data_dir}", f"outputs={outputs}", "name=run"]
         began = time.time()
-        program("src/train.py", *own)
+        program("src/train.py", *overrides)
         (folder,) = Path(outputs, "run").iterdir()
         ended = (folder / "summary.json").stat().st_mtime
         return float(summary_of(folder)["metrics"]["test/acc"]), ended - began
@@ -140,6 +140,6 @@ def recipe(name: str, seed: int, data_dir: str) -> tuple[float, float]:
 
 def opponent(data_dir: str) -> tuple[float, float]:
     """The same of the opponent; its own clock starts with its first line."""
-    said = program("scripts/lab/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
-    reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", said)[-1]
+    output = program("scripts/lab/bench/opponents/examples_mnist.py", data_dir, str(OPPONENT_TARGET))
+    reached, seconds = re.findall(r"test/acc ([\d.]+)  ([\d.]+) s", output)[-1]
     return float(reached), float(seconds)

@@ -117,13 +117,13 @@ def against(
     per_step = {side: [took / (case.steps - case.skip) for took in taken] for side, taken in blocks.items()}
     return [
         row(
-            f"{case.model}, batch {case.batch}: {said}",
+            f"{case.model}, batch {case.batch}: {label}",
             per_step[side],
             per_step[other],
             goal,
             check=f"weights {distances[side]:.1e} apart",
         )
-        for said, side, other, goal in pairs
+        for label, side, other, goal in pairs
     ]
 
 
@@ -193,17 +193,17 @@ def scaling(folder: Path) -> list[Row]:
         what, end = f"{case.model}, batch {case.batch}", f"against two runs of {case.batch // 2} that do not talk"
         rows.append(row(f"{what}: ddp on 2 {end}", blocks["ddp"], blocks["separate"], goal))
         if sends_nothing:
-            said = f"{what}: two that send nothing but wait for each other at each step, {end}"
-            rows.append(row(said, blocks["meeting"], blocks["separate"], None))
+            label = f"{what}: two that send nothing but wait for each other at each step, {end}"
+            rows.append(row(label, blocks["meeting"], blocks["separate"], None))
     return rows
 
 
 def arguments(case: Case, folder: Path, steps: int, more: Sequence[str] = ()) -> list[str]:
     """train.py's own for `steps` steps of a case, with `more`."""
     epochs = 1 + steps * case.batch // int(0.9 * case.data["samples"])
-    asked = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
-    asked += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
-    return [*TRAIN, *asked, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
+    overrides = [f"model={case.model}", "data=synthetic", *(f"data.{key}={value}" for key, value in case.data.items())]
+    overrides += [f"batch_size={case.batch}", f"lr={LR}", "scheduler=constant", "threads=1"]
+    return [*TRAIN, *overrides, *more, f"max_epochs={epochs}", f"outputs={folder}/runs"]
 
 
 def make_task(case: Case, steps: int, folder: Path, more: Sequence[str] = ()) -> tuple[Path, list[str]]:

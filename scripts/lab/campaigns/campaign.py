@@ -72,26 +72,26 @@ class Campaign:
             if ended.get(key) != reference[key]:
                 self.problem(f"{key} is {ended.get(key)}, undisturbed {reference[key]}", life)
         for key, value in reference["metrics"].items():
-            found = ended.get("metrics", {}).get(key, math.nan)
-            if not math.isclose(found, value, rel_tol=1e-6, abs_tol=1e-9):  # a rounding: of their sum's order
-                self.problem(f"{key} is {found}, undisturbed {value}", life)
+            actual = ended.get("metrics", {}).get(key, math.nan)
+            if not math.isclose(actual, value, rel_tol=1e-6, abs_tol=1e-9):  # a rounding: of their sum's order
+                self.problem(f"{key} is {actual}, undisturbed {value}", life)
         if unfinished := [path.name for path in folder.rglob(".*.tmp")]:
             self.problem(f"temporary files in the run folder: {', '.join(unfinished)}", life)
 
     def problem(self, what: str, life: Life | None = None) -> None:
-        self.tell(f"PROBLEM {what}")
+        self.print_line(f"PROBLEM {what}")
         lines = [f"  struck last: {self.struck[-1]}"] if self.struck else []
         if life:
             lines += [f"  life: {' '.join(life.arguments)}", *(f"    {line}" for line in life.text.splitlines()[-12:])]
         self.problems.append("\n".join([f"{self.name}: {what}", *lines]))
 
-    def tell(self, *parts: str) -> None:
+    def print_line(self, *parts: str) -> None:
         print(f"{self.name}: {', '.join(filter(None, parts))}", flush=True)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
 
 
 def schedule(rng: Random, number: int, kinds: list[T]) -> list[T]:

@@ -142,8 +142,8 @@ class Messages(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if sent:
             self.flips._strike("the sum", args[0][0])
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not sent:
-            dist.Work.unbox(found[1] if func is c10d.allreduce_.default else found).wait()
+            dist.Work.unbox(result[1] if func is c10d.allreduce_.default else result).wait()
             self.flips._strike("the sum", args[0][0])
-        return found
+        return result

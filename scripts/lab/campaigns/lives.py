@@ -35,9 +35,9 @@ class Life:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        asked = (program, self.arguments, elsewhere, self._said.fileno())
-        self._process = multiprocessing.get_context("fork").Process(target=_live, args=asked)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        process_arguments = (program, self.arguments, elsewhere, self._output.fileno())
+        self._process = multiprocessing.get_context("fork").Process(target=_live, args=process_arguments)
         self._process.start()
         self.pid = self._process.pid or 0
         self._began = time.monotonic()
@@ -50,13 +50,13 @@ class Life:
     @property
     def code(self) -> int | None:
         """Its exit code as a shell tells it (128 + n after signal n); None while it lives."""
-        found = self._process.exitcode
-        return found if found is None or found >= 0 else 128 - found
+        exit_code = self._process.exitcode
+        return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
     @property
     def text(self) -> str:
         """What it has said so far, on both streams."""
-        return os.pread(self._said.fileno(), MOST, 0).decode(errors="replace")
+        return os.pread(self._output.fileno(), MOST, 0).decode(errors="replace")
 
     def wait(self, seconds: float, ready: Callable[[], Any] = lambda: False) -> int | None:
         """Its exit code, or None if it is still there after `seconds`, or when it is `ready`."""
@@ -67,13 +67,13 @@ class Life:
 
     def members(self) -> dict[int, int]:
         """Living processes of its session, orphans included: pid -> parent's pid, oldest first."""
-        found = []
+        processes = []
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has ended meanwhile
                 fields = entry.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.pid and fields[0] not in "ZX":
-                    found.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
-        return {pid: parent for _, pid, parent in sorted(found)}
+                    processes.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
+        return {pid: parent for _, pid, parent in sorted(processes)}
 
     def ranks(self) -> list[int]:
         """Its workers, rank zero first: forks of the parent (`git`, which it asks for the commit, is none)."""
@@ -99,7 +99,7 @@ class Life:
         """Ends whatever is left of it."""
         self.left(0)
         self.wait(5)
-        self._said.close()
+        self._output.close()
 
 
 def _command(pid: int) -> str:

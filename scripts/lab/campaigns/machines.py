@@ -57,7 +57,7 @@ class SeveralMachines(Campaign):
                 self.struck.append(kind)
                 after, whom = self.lives[0].age, self._strike(kind)
                 whole = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
-                self.tell(f"{kind} ({whom}) after {after:.1f} s", whole)
+                self.print_line(f"{kind} ({whom}) after {after:.1f} s", whole)
             if self.faults:
                 self.problem(f"{len(self.faults)} faults had no run to strike")
             self.last_fault.touch()
@@ -71,14 +71,14 @@ class SeveralMachines(Campaign):
 
     def _start(self, number: int) -> None:
         home = self.homes[number]
-        endpoint, own = (self.machines.address(machine) for machine in (self.server, number))
+        endpoint, local = (self.machines.address(machine) for machine in (self.server, number))
         engine = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
         engine += [f"--nnodes=1:{len(self.homes)}", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"]
-        engine += [f"--rdzv-endpoint={endpoint}:{PORT}", f"--local-addr={own}"]
+        engine += [f"--rdzv-endpoint={endpoint}:{PORT}", f"--local-addr={local}"]
         engine += [f"--rdzv-conf=is_host={int(number == self.server)},{RENDEZVOUS}"]
-        there = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
-        asked = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
-        self.lives[number] = Life([*asked, f"outputs={home}"], elsewhere=there)
+        command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
+        overrides = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
+        self.lives[number] = Life([*overrides, f"outputs={home}"], elsewhere=command)
 
     def _strike(self, kind: str) -> str:
         """Returns whom it struck."""
@@ -118,8 +118,8 @@ class SeveralMachines(Campaign):
         for number in range(len(self.homes)):
             self._start(number)
         self._whole()
-        said = "\n".join(life.text for life in self.lives.values())
-        if max(map(int, re.findall(r"resumes after step (\d+)", said)), default=0) < newest:
+        output = "\n".join(life.text for life in self.lives.values())
+        if max(map(int, re.findall(r"resumes after step (\d+)", output)), default=0) < newest:
             self.problem(
                 f"a machine has a checkpoint of step {newest}, and it was not resumed", self.lives[self.server]
             )

@@ -79,7 +79,7 @@ class Run:
         resumes = re.search(r"resumes after step \d+", life.text)
         begins = "starts" if target is None else resumes[0] if resumes else f"resumes from {newest(target).name}"
         ended = f"{'as' if len(campaign.problems) == problems else 'NOT as'} the undisturbed run" if code == 0 else ""
-        campaign.tell(begins, whom, f"ends with {code}", ended)
+        campaign.print_line(begins, whom, f"ends with {code}", ended)
         return code == 0 or not (fault or refused)  # who ended without a reason would do so again
 
     def _strike(self, life: Life) -> tuple[Fault | None, str]:

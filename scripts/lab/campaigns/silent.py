@@ -64,7 +64,7 @@ class Silent(Campaign):
         for name, layout in CLEAN.items() if steps else ():
             code, folder = self._run([*layout, f"max_steps={steps}", "max_epochs=1000000", "checkpoint_every=null"])
             ended = summary_of(folder)
-            self.tell(name, f"{steps} steps", f"{ended['metrics'].get('audit/pieces', 0)} pieces audited")
+            self.print_line(name, f"{steps} steps", f"{ended['metrics'].get('audit/pieces', 0)} pieces audited")
             if code:
                 self.problem(f"{name}: a false alarm: {ended['error']}")
         if not self.faults:
@@ -87,33 +87,33 @@ class Silent(Campaign):
         code, folder = self._run([*LAYOUT, *(f"+callbacks.flips.{key}={value}" for key, value in fault.items())])
         if not (folder / NAME).exists():
             raise SystemExit(f"{folder}: nothing was struck, exit code {code}")
-        at, said = json.loads((folder / NAME).read_text()), summary_of(folder)["error"] or ""
+        at, message = json.loads((folder / NAME).read_text()), summary_of(folder)["error"] or ""
         by, steps, right = "unseen", 0, None
         if code == 0:
             forget(folder)
             by = "no change" if recorded(folder) == self.recorded else "unseen"
-            said = self._verified(folder) if by == "unseen" and not self.control else ""
+            message = self._verified(folder) if by == "unseen" and not self.control else ""
         for seen, words in SEEN.items():
-            if match := re.search(words, said):
-                by, steps = seen, int(re.findall(r"\bstep (\d+)", said)[0]) - at["step"]
+            if match := re.search(words, message):
+                by, steps = seen, int(re.findall(r"\bstep (\d+)", message)[0]) - at["step"]
                 named = [number for number in match.groups() if number]
                 if named:  # who sent another sum once, nobody can tell
                     right = int(named[0]) == at["rank"]
         where = f"rank {at['rank']}, step {at['step']}, {fault['bits']} bits of {at['name']}"
-        self.tell(self.struck[-1], where, said or by)
+        self.print_line(self.struck[-1], where, message or by)
         if by == "unseen" or right is False:
-            self.problem(f"{folder}: {where}: not seen, or the wrong rank is named; exit code {code}, {said}")
+            self.problem(f"{folder}: {where}: not seen, or the wrong rank is named; exit code {code}, {message}")
         return Outcome(self.struck[-1], by, steps, right)
 
     def _summarize(self, outcomes: list[Outcome]) -> None:
         columns, rows = ("no change", *SEEN, "unseen"), []
         for name in [*sorted({outcome.fault for outcome in outcomes}), ""]:
-            found = [outcome for outcome in outcomes if name in outcome.fault]
-            counts, named = Counter(outcome.by for outcome in found), [o.right for o in found if o.right is not None]
-            steps = [outcome.steps for outcome in found if outcome.by in SEEN]
+            group = [outcome for outcome in outcomes if name in outcome.fault]
+            counts, named = Counter(outcome.by for outcome in group), [o.right for o in group if o.right is not None]
+            steps = [outcome.steps for outcome in group if outcome.by in SEEN]
             waited = f"median {median(steps):g}, most {max(steps)}" if steps else ""
             right = f"{sum(named)} of {len(named)}"
-            rows.append([name or "all", len(found), *(counts[column] for column in columns), waited, right])
+            rows.append([name or "all", len(group), *(counts[column] for column in columns), waited, right])
         print("\n" + markdown(["fault", "struck", *columns, "steps later", "right rank named"], rows))
 
     def _run(self, overrides: list[str]) -> tuple[int | None, Path]:

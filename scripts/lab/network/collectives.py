@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Sum = Callable[[Tensor, "Wire"], None]
+Sum = Callable[[Tensor, "Channel"], None]
 
 
-class Wire:
+class Channel:
     """This worker's sends and receives, counted: `bytes` and `messages` are those that follow one another."""
 
     def __init__(self) -> None:
@@ -44,21 +44,21 @@ class Wire:
         return tensor
 
 
-def parameter_server(vector: Tensor, wire: Wire) -> None:
+def parameter_server(vector: Tensor, channel: Channel) -> None:
     """Worker 0 receives all vectors, adds them, and sends the sum to everyone (Li et al., 2014)."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     if rank:
-        wire.send(vector, 0)
-        wire.receive(vector, 0)
+        channel.send(vector, 0)
+        channel.receive(vector, 0)
         return
     received = [torch.empty_like(vector) for _ in range(1, workers)]
-    wire.exchange([], list(zip(received, range(1, workers), strict=True)))
+    channel.exchange([], list(zip(received, range(1, workers), strict=True)))
     for other in received:
         vector += other
-    wire.exchange([(vector, other) for other in range(1, workers)], [])
+    channel.exchange([(vector, other) for other in range(1, workers)], [])
 
 
-def ring(vector: Tensor, wire: Wire) -> None:
+def ring(vector: Tensor, channel: Channel) -> None:
     """Each worker talks to its two neighbours only. The vector is cut into N chunks: in N - 1 rounds a chunk travels
     round the ring and is added to, in N - 1 more the finished one travels on (Patarasuk and Yuan, 2009)."""
     rank, workers = dist.get_rank(), dist.get_world_size()
@@ -67,46 +67,46 @@ def ring(vector: Tensor, wire: Wire) -> None:
     for step in range(workers - 1):
         give, take = chunks[(rank - step) % workers], chunks[(rank - step - 1) % workers]
         received = torch.empty_like(take)
-        wire.exchange([(give, right)], [(received, left)])
+        channel.exchange([(give, right)], [(received, left)])
         take += received
     for step in range(workers - 1):
         give, take = chunks[(rank + 1 - step) % workers], chunks[(rank - step) % workers]
-        wire.exchange([(give, right)], [(take, left)])
+        channel.exchange([(give, right)], [(take, left)])
 
 
-def halving_doubling(vector: Tensor, wire: Wire) -> None:
+def halving_doubling(vector: Tensor, channel: Channel) -> None:
     """In log2 N rounds partners swap halves of what they still have and add them; in log2 N more they swap back what
     is finished (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two hand theirs to another first."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     paired = 1 << (workers.bit_length() - 1)
     if rank >= paired:
-        wire.send(vector, rank - paired)
-        wire.receive(vector, rank - paired)
+        channel.send(vector, rank - paired)
+        channel.receive(vector, rank - paired)
         return
     extra = rank + paired if rank + paired < workers else None
     if extra is not None:
-        vector += wire.receive(torch.empty_like(vector), extra)
+        vector += channel.receive(torch.empty_like(vector), extra)
     mine, swapped, distance = vector, [], paired // 2
     while distance:
         lower, upper = mine.tensor_split(2)
         keep, give = (upper, lower) if rank & distance else (lower, upper)
         received = torch.empty_like(keep)
-        wire.exchange([(give, rank ^ distance)], [(received, rank ^ distance)])
+        channel.exchange([(give, rank ^ distance)], [(received, rank ^ distance)])
         keep += received
         swapped.append((keep, give, rank ^ distance))
         mine, distance = keep, distance // 2
     for keep, give, partner in reversed(swapped):
-        wire.exchange([(keep, partner)], [(give, partner)])
+        channel.exchange([(keep, partner)], [(give, partner)])
     if extra is not None:
-        wire.send(vector, extra)
+        channel.send(vector, extra)
 
 
-def backend(vector: Tensor, wire: Wire) -> None:
+def backend(vector: Tensor, channel: Channel) -> None:
     """What ddp uses: gloo's own, a ring. What it sends is not counted here, but taken from the formula."""
     dist.all_reduce(vector)
     workers = dist.get_world_size()
-    wire.bytes += 2 * (workers - 1) * vector.nbytes // workers
-    wire.messages += 2 * (workers - 1)
+    channel.bytes += 2 * (workers - 1) * vector.nbytes // workers
+    channel.messages += 2 * (workers - 1)
 
 
 SUMS: dict[str, Sum] = {

@@ -77,8 +77,8 @@ class Link:
     def measured(cls, path: Path) -> "Link":
         """The one that `communication.py` left in its folder."""
         try:
-            found = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
-            return cls(found["alpha"], found["beta"], found["gamma"], tuple(found["spread"]))
+            fields = json.loads((path / "communication.json" if path.is_dir() else path).read_text())["link"]
+            return cls(fields["alpha"], fields["beta"], fields["gamma"], tuple(fields["spread"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"link={path}: no communication.json of scripts/lab/communication.py ({error})") from None
 

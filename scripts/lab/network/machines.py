@@ -117,9 +117,9 @@ class Machines:
                 place = ("tc", "-n", namespace, "qdisc")
                 if rate is not None:
                     shape = ("tbf", "rate", rate, "burst", str(self.burst), "latency", QUEUE)
-                    _said(*place, "replace", "dev", device, "root", *shape)
-                elif "tbf" in _said(*place, "show", "dev", device):
-                    _said(*place, "delete", "dev", device, "root")
+                    _run(*place, "replace", "dev", device, "root", *shape)
+                elif "tbf" in _run(*place, "show", "dev", device):
+                    _run(*place, "delete", "dev", device, "root")
 
     def _build(self) -> None:
         _ip("netns", "add", self._switch)
@@ -141,10 +141,10 @@ class Machines:
 
 
 def _ip(*arguments: str) -> None:
-    _said("ip", *arguments)
+    _run("ip", *arguments)
 
 
-def _said(*command: str) -> str:
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoMachines(f"{' '.join(command)}: {done.stderr.strip().splitlines()[-1] if done.stderr else 'failed'}")
