@@ -1,5 +1,7 @@
-"""Computes a part of a run again, from what its ledger says of it, with the project's own training in a folder that is
-thrown away."""
+"""Compute a part of a run again from what its ledger records.
+
+The project's own training does it, in a folder that is deleted afterwards.
+"""
 
 import logging
 import shutil
@@ -27,14 +29,21 @@ from lockstep.launch.signals import Interrupted
 from lockstep.run.training import fit_and_test
 from lockstep.step.lightning_quirks import validates
 
-GROUPS = ("model", "data", "optimizer", "scheduler", "callbacks", "extras")  # that may name what is made
+GROUPS = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "callbacks",
+    "extras",
+)  # config groups whose files name classes to build
 
 
 class Until(Preemption):
-    """Saves after some steps as a run does that gets a signal then, and ends it after the last of them.
+    """Save after given steps, as a run does on a signal, and end the run after the last of them.
 
     Args:
-        steps: optimizer steps since the run began, in order.
+        steps: optimizer steps since the run began, in ascending order.
     """
 
     def __init__(self, folder: Path, steps: Sequence[int]) -> None:
@@ -52,11 +61,11 @@ class Until(Preemption):
 
 @dataclass(frozen=True)
 class Life:
-    """A part of a run in which nothing changed that its bits follow from.
+    """A part of a run in which everything that determines its bits stayed the same.
 
     Attributes:
-        about: what the ledger says of it.
-        config: on the layout that is asked for now.
+        about: the ledger's record of the run.
+        config: the config, on the layout that the user asks for now.
     """
 
     about: Mapping[str, Any]
@@ -64,7 +73,7 @@ class Life:
 
     @cached_property
     def splits(self) -> Splits:
-        """Opened here, with nothing to be tested."""
+        """The data, opened on this machine, without a test split."""
         return replace(open_data(self.config.data, self.config.data_dir, self.config.seed), test=None)
 
     @cached_property
@@ -73,14 +82,20 @@ class Life:
 
 
 def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
-    """What a ledger says of a run, to be computed on the layout of `raw`, the config of this command.
+    """Return a part of a run from its ledger, to be computed on the layout of `raw`.
+
+    Args:
+        about: the ledger's record of the run.
+        raw: the config of this command.
+        path: the ledger, for messages.
 
     Raises:
-        UserError: it names what the local conf/ does not, is no config of a run, or gives the same bits elsewhere only.
+        UserError: the record names classes that the local conf/ does not name, is no config of a run, or gives the same
+            bits only on another layout.
     """
     recorded = about.get("config")
     if not isinstance(recorded, dict) or not isinstance(recorded.get("strategy"), dict):
-        raise UserError(f"{path}: what it says of the run is no config")
+        raise UserError(f"{path}: its record of the run has no config: it was changed")
     for group in GROUPS:
         check_targets_named(path, group, recorded.get(group), raw.get(group))
     before = about.get("data_dir")
@@ -107,20 +122,24 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
                 :80
             ]
         )
-        raise UserError(f"{path}: a run without exact=true has the same bits on its own layout only: {layout}")
+        raise UserError(f"{path}: without exact=true a run has the same bits only on its own layout: use {layout}")
     return Life(about, config)
 
 
-SENDING = ("sync_batchnorm", "compression")  # options of a strategy that weights depend on
+SENDING = ("sync_batchnorm", "compression")  # options of a strategy that change the weights
 SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 
 def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
-    """Trains from a checkpoint, or from the seed, up to the last of `steps`; returns what the ledger of that says, by
-    step. Its last checkpoint stays in `folder`.
+    """Train from a checkpoint, or from the seed, up to the last of `steps`.
+
+    The last checkpoint stays in `folder`.
+
+    Returns:
+        the lines of the new ledger, by step.
 
     Raises:
-        Interrupted: before it was there.
+        Interrupted: the run was interrupted before its last step.
     """
     (folder / "checkpoints").mkdir(parents=True)
     if start is not None:
@@ -145,7 +164,10 @@ def _work(config: Config, splits: Splits, folder: Path) -> None:
 
 
 def first_difference(computed: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """The first tensor or number of two checkpoints that differs, and by how much; empty where all are the same."""
+    """Return the first tensor or number that differs between two checkpoints, and by how much.
+
+    Return an empty string if all are the same.
+    """
     for name in ("state_dict", *STATE):
         for difference in _differences(name, computed.get(name), expected.get(name)):
             return difference.removeprefix("state_dict.")

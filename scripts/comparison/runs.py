@@ -1,4 +1,4 @@
-"""Runs of one config and several seeds as one group, what sets the groups apart, and the curves of a run."""
+"""Group runs that share a config and differ in the seed, find what sets the groups apart, and read curves."""
 
 import json
 import re
@@ -16,31 +16,31 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UserError
 
-# What runs may differ in and still be the same experiment.
+# Keys that may differ between runs of the same experiment.
 IGNORED = re.compile(r"(seed|name|outputs|resume|data_dir|sweep|hydra|logger|debug)(\.|$)")
-# What `layout` and `batch` say already.
+# Keys that the columns `layout` and `batch` show.
 LAYOUT = re.compile(r"(strategy\.name|devices|num_nodes|accumulate_grad_batches|pieces|batch_size)$")
-# What decides who computes which piece, how fast, and in which order sums are made, and not what a step is. `pieces`
-# counts as the layout has it, not as the config does, where it may be null.
+# Keys that decide which device computes which piece, how fast, and in which order it adds, but not what a step is.
+# `pieces` is read from the layout: in the config it may be null.
 PLACED = re.compile(
     r"(strategy\.(name|shares|split|sync_batchnorm)|accelerator|devices|num_nodes|accumulate_grad_batches|pieces|threads"
     r"|num_workers|speed|compile|max_restarts|hang_timeout|machine_timeout"
     r"|elastic|log_every|callbacks\.(meter|console|dashboard|pictures)\..*)$"
 )
 LONGEST = 50  # characters of a label
-# Curves, each by the names that it may have: Lightning forks what is logged both at steps and at epochs' ends.
+# The names that a curve may have. Lightning adds a suffix to a value that is logged both at steps and at epoch ends.
 TAGS = {
     "train/loss": ("train/loss", "train/loss_step", "train/loss_epoch"),
     "val/acc": ("val/acc",),
     "workers/peak_gib": ("workers/peak_gib",),
 }
 Numbers = NDArray[np.float64]
-Lines = dict[str, dict[float, list[float]]]  # by label: by a key's value, the test accuracy of each run
+Lines = dict[str, dict[float, list[float]]]  # label -> value of a key -> test accuracy of each run
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over a run; float64 [points] each."""
+    """A quantity over a run. Each array is float64 [points]."""
 
     samples: Numbers
     seconds: Numbers
@@ -69,16 +69,16 @@ class Group:
     """Runs that differ in nothing but the seed."""
 
     runs: list[Run]
-    differs: dict[str, Any]  # what sets it apart from other groups, the layout left out
-    efficiency: float | None = None  # samples/s of a device, against one alone
-    label: str = ""  # what tells it apart in a plot
+    differs: dict[str, Any]  # the keys that set it apart from other groups, without the layout
+    efficiency: float | None = None  # samples/s per device, relative to a run on one device
+    label: str = ""  # its name in a plot
 
     @property
     def completed(self) -> list[Run]:
         return [run for run in self.runs if run.completed]
 
     def layout(self, key: str) -> Any:
-        """None: refused runs have none."""
+        """Return a value of the layout. Return None for runs that were refused: they have no layout."""
         return next((run.summary[f"layout.{key}"] for run in self.runs if f"layout.{key}" in run.summary), None)
 
     @property
@@ -96,10 +96,11 @@ class Group:
 
     @property
     def digests(self) -> tuple[tuple[Any, Any], ...]:
-        """Seed and SHA-256 of the weights of each completed run."""
+        """Return the seed and the SHA-256 of the weights of each completed run."""
         return tuple(sorted((run.config.get("seed"), run.summary.get("weights_sha256")) for run in self.completed))
 
     def values(self, key: str) -> list[float]:
+        """Return the values of a summary key, one for each completed run that has it."""
         entries = (run.summary.get(key) for run in self.completed)
         return [float(value) for value in entries if value is not None]
 
@@ -112,6 +113,7 @@ class Group:
         return self.mean("throughput.samples_per_second")
 
     def row(self) -> dict[str, Any]:
+        """Return the group's row of the table, by column."""
         accuracy, whole = self.values("metrics.test/acc"), len(self.completed)
         curves = (run.curves.get("workers/peak_gib") for run in self.completed)
         peaks = [float(curve.values.max()) for curve in curves if curve]
@@ -135,10 +137,10 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs in folders, by their numbers where they have some.
+    """Return the runs in folders. Numbered folders are in the order of their numbers.
 
     Raises:
-        UserError: a folder has none, or one that can't be read.
+        UserError: a folder has no runs, or one that can't be read.
     """
 
     def natural(path: Path) -> list[tuple[int, str]]:
@@ -159,11 +161,12 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def grouped(runs: Sequence[Run]) -> list[Group]:
-    """Groups runs by their configs, and measures each group against one device. Beside runs that trained, what did not
-    (evaluations, predictions, exports) is left out: it has other keys.
+    """Group runs by their configs, and measure each group against one device.
+
+    If some of the runs trained, leave out those that did not (evaluations, predictions, exports): they have other keys.
 
     Raises:
-        UserError: no run says what it was.
+        UserError: no run has a layout.
     """
     runs = [run for run in runs if not run.config or "max_epochs" in run.config] or runs
     gathered: dict[str, list[Run]] = {}
@@ -182,7 +185,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 
 def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups that took the same steps on different layouts: all that makes a step is the same, the seeds too."""
+    """Return groups that took the same steps on different layouts, with the same seeds."""
     gathered: dict[str, list[Group]] = {}
     for group in groups:
         if not group.completed or not group.completed[0].config:
@@ -199,24 +202,27 @@ def same_steps(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _off(value: Any) -> bool:
-    """Whether a strategy does not do what a key is about: other strategies do not have the key at all."""
+    """Check whether a strategy's option is off. Other strategies do not have the key at all."""
     return value in (None, False, "none")
 
 
 def _counts(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether runs that differ in a key are different experiments; of an image_folder, the folder is the data set."""
+    """Check whether runs that differ in a key are different experiments.
+
+    With image_folder, `data_dir` is the data set, so it counts.
+    """
     return not IGNORED.match(key) or (key == "data_dir" and config.get("data.name") == "image_folder")
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys in which configs differ as they are shown, the layout's left out."""
+    """Return the keys in which configs differ as they are shown, without those of the layout."""
     keys = differing([{key: show(value) for key, value in config.items()} for config in configs])
     counting = [key for key in keys if any(_counts(key, config) for config in configs if key in config)]
     return [key for key in counting if not LAYOUT.match(key) and not key.endswith("_target_")]
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Only what differs; where that is too long for a legend, the folder's name."""
+    """Return labels made of what differs. If one is too long for a legend, use the names of the folders."""
     laid = [group for group in groups if group.world]
     layouts = len({group.layout_name for group in laid}) > 1 or not groups[0].differs
     batches = len({group.layout("batch_size") for group in laid}) > 1
@@ -230,6 +236,7 @@ def _labels(groups: Sequence[Group]) -> list[str]:
 
 
 def _efficiency(group: Group, groups: Sequence[Group]) -> float | None:
+    """Return the group's samples/s per device, relative to the fastest run on one device."""
     single = [each for each in groups if each.world == 1 and each.differs == group.differs]
     alone = [each.speed for each in single if each.layout("batch_size") == group.layout("batch_size") and each.speed]
     return group.speed / (group.world * max(alone)) if group.speed and alone else None
@@ -240,10 +247,12 @@ def brief(value: Any) -> str:
 
 
 def against(groups: Sequence[Group], key: str) -> Lines:
-    """Test accuracy against a key, for each choice of the others with which it has two values or more.
+    """Return the test accuracy by the value of a key.
+
+    There is a line for each choice of the other keys for which the key has two values or more.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such line.
     """
     lines: dict[tuple[str, ...], dict[float, list[float]]] = {}
     for group in groups:
@@ -254,7 +263,7 @@ def against(groups: Sequence[Group], key: str) -> Lines:
             lines.setdefault((group.layout_name, *labels), {})[value] = group.values("metrics.test/acc")
     lines = {names: dict(sorted(points.items())) for names, points in sorted(lines.items()) if len(points) > 1}
     if not lines:
-        raise UserError(f"--by {key}: no completed runs differ in a number of that name, and in nothing else")
+        raise UserError(f"--by {key}: no completed runs differ in this key alone: name a key whose values are numbers")
     layouts = len({layout for layout, *_ in lines}) > 1
     return {", ".join(names[not layouts :]) or "all": points for names, points in lines.items()}
 
@@ -263,10 +272,10 @@ def against(groups: Sequence[Group], key: str) -> Lines:
 
 
 def read_curves(folder: Path, summary: Mapping[str, Any]) -> dict[str, Curve]:
-    """The curves of TAGS that the run has; none where it wrote no event files.
+    """Return the curves of TAGS that a run wrote. A run without event files has none.
 
-    A run that was stopped and continued has a file for each time: its clock stands still between them, and what was
-    drawn after the last checkpoint counts once.
+    A run that was stopped and resumed has one file for each start. The clock stands still between them. Points after
+    the last checkpoint were computed twice and count once.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -32,7 +32,7 @@ SEEN = {  # by what, and what that says, with whom it names
     r"are not those of what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
     "replicas": r"the weights of rank (\d+) ",
     "not finite": r"the gradient is not finite",
-    "verify.py": r"is not what its ledger says",
+    "verify.py": r"differs from its ledger",
 }
 
 
