@@ -1,13 +1,13 @@
-"""What a way of running costs, beside others, on this machine or on links of a limited rate:
+"""Compare the cost of several ways to run, on this machine or over links of a limited rate:
 
     python scripts/lab/ways.py 'strategy=ddp' 'strategy=pipeline' -- model=resnet18 data=mnist pieces=8
     python scripts/lab/ways.py strategy=ddp 'strategy=ddp extras=[late]' --rate 50mbit --rate 200mbit -- data=synthetic
 
-A way is some overrides of train.py, what follows `--` is every run's. All ways take turns, `--rounds` times, one thread
-a worker, and a Markdown table says: medians of a step and of a sample, the ratio of samples per second to the first
-way's, the part of its time that a stage waits for others, what a worker sends, what the one that holds most holds
-(weights and the optimizer's state), and the memory of its process. With `--rate` each worker is a machine of its own, a
-network namespace whose link has that rate (Linux, as root). Exit codes: 0 measured, 1 a run failed, 2 bad input.
+A way is a string of overrides of train.py; overrides after `--` apply to all. The ways take turns, `--rounds` times,
+with one thread per worker. A Markdown table has medians of a step and of a sample, samples per second relative to the
+first way, the part of the time that a pipeline's stage waits for others, the bytes that a worker sends, the largest
+worker's weights and optimizer state, and the memory of its process. With `--rate` each worker has a network namespace
+with a link of that rate (Linux, as root). Exit codes: 0 measured, 1 a run failed, 2 bad input.
 """
 
 import argparse
@@ -39,7 +39,7 @@ COLUMNS += ["waits", "sent, MiB a step", "held, MiB", "process, MiB"]
 
 @dataclass
 class Way:
-    """What its runs took, of each step seconds; of each run what its workers' clocks say (bench.clock)."""
+    """Overrides, and their measurements: seconds of each step, and the clocks of each run's workers (bench.clock)."""
 
     overrides: str
     samples: int = 0  # of a step
@@ -63,11 +63,13 @@ class Way:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="+", help="overrides of each way, in quotes; behind -- those of all")
+    parser.add_argument("ways", nargs="+", help="overrides of each way, in quotes; overrides after -- apply to all")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rate", action="append", help="of each machine's link, as tc says it; may be given again")
-    parser.add_argument("--burst", type=int, default=32_768, help="bytes that a rested link passes at once")
-    parser.add_argument("--steps", type=int, default=20, help="that count, of each run")
+    parser.add_argument(
+        "--rate", action="append", help="rate of each machine's link in tc's notation, such as 200mbit; may be repeated"
+    )
+    parser.add_argument("--burst", type=int, default=32_768, help="bytes that an idle link passes at once")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each run")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
@@ -92,12 +94,12 @@ def main() -> int:
 
 
 def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: Machines | None, folder: Path) -> None:
-    """One run of a way: on this machine, or as a rank on each of several ones.
+    """Run a way once: on this machine, or as one rank on each of several machines.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the run failed.
     """
-    warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten
+    warmup = 12 if "powersgd" in way.overrides else 3  # PowerSGD sends whole gradients in the first ten steps
     steps = warmup + options.steps
     program = [
         sys.executable,
@@ -121,7 +123,7 @@ def run(way: Way, everywhere: list[str], options: argparse.Namespace, machines: 
         codes = [process.wait() for process in started]
         if any(codes):
             log.seek(0)
-            raise RuntimeError(f"{way.overrides}: a run failed: {(log.read().splitlines() or ['it said nothing'])[-1]}")
+            raise RuntimeError(f"{way.overrides}: a run failed: {(log.read().splitlines() or ['no output'])[-1]}")
     clocks = [json.loads(path.read_text()) for path in sorted(folder.rglob("clock_*.json"))]
     way.samples = max(summary_of(path.parent)["layout"]["batch_size"] for path in folder.rglob("summary.json"))
     way.steps += [seconds for clock in clocks for seconds in clock["steps"][warmup:]]

@@ -1,4 +1,4 @@
-"""A clock beside training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
+"""A callback that times training, for advise.py and ways.py: `callbacks.clock._target_=bench.clock.Clock`."""
 
 import json
 import time
@@ -14,12 +14,16 @@ from lockstep.callbacks.meter import peak_gib
 
 
 class Clock(pl.Callback):
-    """Each rank writes `clock_<rank>.json` into the run's folder when training ends: `steps`, seconds of each optimizer
-    step but the first; `pieces`, seconds of each micro-batch but a step's last one, whose backward pass may wait for
-    other ranks; `ready`, of each trained parameter when its gradient is complete, in seconds since the step's beginning
-    (medians), and `sizes`, their bytes; `peak_gib`, of a GPU what tensors took, else what the process took; `held`,
-    bytes of its parameters and of the optimizer's state; `waits`, the part of its time that a pipeline's stage waits;
-    `sent`, bytes a step that left the machine by eth0, 0 where it has none.
+    """Time training. Each rank writes `clock_<rank>.json` into the run's folder when training ends, with:
+
+    - `steps`: seconds of each optimizer step but the first;
+    - `pieces`: seconds of each micro-batch but a step's last one, whose backward pass may wait for other ranks;
+    - `ready`: median seconds from the start of a step until the gradient of each trained parameter is complete;
+    - `sizes`: bytes of these parameters;
+    - `peak_gib`: largest memory, of tensors on a GPU, else of the process;
+    - `held`: bytes of the rank's parameters and its optimizer state;
+    - `waits`: the part of the time that a pipeline's stage waits;
+    - `sent`: bytes per step that left the machine by eth0, 0 without an eth0.
 
     Args:
         pieces: time them too. On a GPU this waits for each.
@@ -29,13 +33,13 @@ class Clock(pl.Callback):
     def __init__(self, pieces: bool = False, gradients: bool = False) -> None:
         self.pieces = pieces
         self.gradients = gradients
-        self.complete: list[float] = []  # when each of the step's gradients was made last
-        self.ready: list[list[float]] = []  # of each step
+        self.complete: list[float] = []  # when each gradient of the step was complete
+        self.ready: list[list[float]] = []  # for each step
         self.sizes: list[int] = []
         self.ends: list[float] = []
-        self.backward: list[float] = []  # when each of the step's backward passes began
+        self.backward: list[float] = []  # when each backward pass of the step began
         self.took: list[float] = []
-        self.begun = (0.0, 0)  # seconds waited and bytes sent by the first step's end
+        self.begun = (0.0, 0)  # seconds waited and bytes sent when the first step ended
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.gradients:

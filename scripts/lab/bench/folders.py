@@ -1,4 +1,4 @@
-"""A folder of images, against the loops over a DataLoader that one would write: train.py, and predict.py."""
+"""Compare train.py and predict.py on a folder of images with hand-written loops over a DataLoader."""
 
 import csv
 from pathlib import Path
@@ -12,16 +12,17 @@ from lockstep.run.summary import summary_of
 
 TRAINED, PREDICTED, PIXELS, SIZE, CLASSES = 12_000, 3_000, 160, 32, ("dark", "light")
 PROCESSES, BATCH = 2, 128
-GOAL = 1.3  # of the loop's images a second, at least
-TOLERANCE, ACCURACY = 1e-4, 0.02  # most that the sides' probabilities, and their test accuracy, may differ
+GOAL = 1.3  # times the loop's images per second, at least
+TOLERANCE, ACCURACY = 1e-4, 0.02  # largest allowed differences of probabilities and of test accuracy
 TASK = ["data=image_folder", f"data.image_size={SIZE}", "data.val_fraction=0", "data.augment=null", "model=mnist_cnn"]
 TASK += ["scheduler=constant", "max_epochs=1", "logger=none", "callbacks.checkpoint.monitor=null"]
 ALONE = ["threads=1", f"num_workers={PROCESSES}", f"batch_size={BATCH}"]
 
 
 def folders(folder: Path, rounds: int = 5) -> list[Row]:
-    """Images a second, with as many loader processes and one thread; the sides take turns. Training, the clock
-    counts an epoch but for its first steps; predicting, what follows the loading of the weights.
+    """Measure images per second, with the same number of loader processes and one thread; the sides take turns.
+
+    In training the clock counts an epoch but for its first steps; in prediction all after the weights are loaded.
 
     Raises:
         RuntimeError: the sides have not learnt, or predicted, the same.
@@ -55,8 +56,11 @@ def folders(folder: Path, rounds: int = 5) -> list[Row]:
 
 
 def paint(folder: Path, count: int) -> None:
-    """JPEG files, as noisy as photographs are, `count` in a folder for each class. One of ten lies in the wrong one:
-    what nobody can learn to the end has no gradients that vanish, which a processor may take many times as long for."""
+    """Write `count` JPEG files, as noisy as photographs, into a folder for each class.
+
+    One file of ten is in the wrong class. The loss then stays above zero and gradients do not become denormal numbers,
+    which are many times slower on some processors.
+    """
     random = np.random.default_rng(0)
     for label, name in enumerate(CLASSES):
         (folder / name).mkdir(parents=True)
@@ -67,7 +71,7 @@ def paint(folder: Path, count: int) -> None:
 
 
 def difference(ours: Path, other: Path) -> float:
-    """The largest between two tables' probabilities."""
+    """Return the largest difference between the probabilities of two tables."""
     tables = []
     for path in (ours, other):
         with open(path, newline="") as file:

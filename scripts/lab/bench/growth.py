@@ -1,7 +1,7 @@
-"""What a run takes as it grows: in pieces, in devices, in samples, in steps. Drawn in docs/growth.png.
+"""Measure how the cost of a run grows with pieces, devices, samples and steps. docs/growth.png shows it.
 
-Each axis is a row of whole runs of train.py, alike but for one number, in turns; a line of the table is the last of
-them against the first. One thread a process.
+Each axis is a series of whole runs of train.py that differ in one number; they take turns. A row of the table compares
+the last with the first. Each process has one thread.
 """
 
 import tempfile
@@ -20,13 +20,13 @@ PICTURE = ROOT / "docs" / "growth.png"
 TASK = ["data=synthetic", "data.val_fraction=0", "callbacks.checkpoint.monitor=null", "scheduler=constant", "threads=1"]
 TASK += ["logger=none", "max_epochs=1000000", "+debug.trainer.limit_test_batches=1"]
 BATCH = 256
-AXES = {  # the numbers of each, and what a run is told
+AXES = {  # numbers, and the overrides of a run
     "pieces": ((1, 2, 4, 8, 16, 32, 64), f"pieces={{}} batch_size={BATCH} data.samples=10000 max_steps=40"),
     "devices": ((1, 2, 4, 8), f"devices={{}} pieces=8 batch_size={BATCH} data.samples=10000 max_steps=40"),
     "samples": ((1_000, 10_000, 100_000, 1_000_000), f"data.samples={{}} batch_size={BATCH} max_steps=40"),
     "steps": ((100, 1_000, 10_000), "max_steps={} batch_size=16 data.samples=10000"),
 }
-# Seconds and MiB of the data set alone, in a process that has no memory yet: uint8 images, int64 labels.
+# Print the seconds and MiB of the data set alone, in a new process: uint8 images, int64 labels.
 MAKING = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -37,16 +37,18 @@ config = check(compose(*sys.argv[2:]))
 began = time.perf_counter()
 splits = open_data(config.data, config.data_dir, config.seed)
 images, labels = splits.train.images, splits.train.labels
-print(time.perf_counter() - began, 1.2 * (images.nbytes + labels.nbytes) / 2**20)  # with a fifth for the test
+print(time.perf_counter() - began, 1.2 * (images.nbytes + labels.nbytes) / 2**20)  # a fifth more for the test split
 """
 TITLES = {"step": "ms a step", "start": "s to the first step", "memory": "MiB, all processes"}
-FLAT = 1.1  # goal: of what must not grow
+FLAT = 1.1  # the goal for quantities that must not grow
 
 
 @dataclass(frozen=True)
 class Taken:
-    """By one run, without what making its data set takes: seconds to the first step, ms of a step, MiB of all processes
-    together with shared pages once."""
+    """The cost of one run without its data set.
+
+    Seconds to the first step, ms per step, and MiB of all processes together, with shared pages counted once.
+    """
 
     start: float
     step: float
@@ -54,7 +56,7 @@ class Taken:
 
 
 def growth(rounds: int = 2) -> list[Row]:
-    """Runs all axes, draws them, and returns what grew."""
+    """Run all axes, draw them, and return the rows."""
     results: dict[str, dict[int, list[Taken]]] = {}
     for axis, (numbers, overrides) in AXES.items():
         results[axis] = {number: [] for number in numbers}
@@ -74,7 +76,7 @@ def growth(rounds: int = 2) -> list[Row]:
 
 
 def take(overrides: list[str]) -> Taken:
-    """One run."""
+    """Run train.py once and return its cost."""
     with tempfile.TemporaryDirectory() as outputs:
         _, memory = watch(["src/train.py", *overrides, f"outputs={outputs}"], workers=True)
         (file,) = Path(outputs).rglob("summary.json")
@@ -86,7 +88,7 @@ def take(overrides: list[str]) -> Taken:
 
 
 def draw(results: dict[str, dict[int, list[Taken]]]) -> None:
-    """Medians over rounds: a column of panels for each axis."""
+    """Draw medians over rounds, with a column of panels for each axis."""
     pyplot = our_pyplot()
     figure, panels = pyplot.subplots(3, len(results), figsize=(3 * len(results), 7.5), sharex="col")
     for column, (axis, runs) in zip(panels.T, results.items(), strict=True):

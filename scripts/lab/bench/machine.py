@@ -1,4 +1,4 @@
-"""What this machine is."""
+"""Facts of this machine."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ def cpu_name() -> str:
 
 
 def facts() -> list[str]:
-    """Lines for people: software, cores, GPUs and how they are linked."""
+    """Return lines of text: software, cores, GPUs and how they are linked."""
     software = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [software, f"{available_cores()} cores of {cpu_name()}, load {os.getloadavg()[0]:.1f}"]
     if not gpu_count():

@@ -1,7 +1,7 @@
-"""Ways to sum a vector over workers, in sends and receives: who talks to whom, and how much.
+"""Ways to sum a vector over workers, written as sends and receives.
 
 Every worker calls the same function with its own vector [n]; afterwards each has the sum. With N workers and vectors of
-K bytes, this is what crosses the busiest worker's link, one after the other (a link carries both directions at once):
+K bytes, this much crosses the busiest worker's link, one after the other (a link carries both directions at once):
 
 | way | messages | bytes |
 |---|---|---|
@@ -21,13 +21,16 @@ Sum = Callable[[Tensor, "Channel"], None]
 
 
 class Channel:
-    """This worker's sends and receives, counted: `bytes` and `messages` are those that follow one another."""
+    """This worker's sends and receives, with counts.
+
+    `bytes` and `messages` count what crosses the link one after the other.
+    """
 
     def __init__(self) -> None:
         self.bytes = self.messages = 0
 
     def exchange(self, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
-        """Moves all of (tensor, other worker) at once; returns when they have arrived."""
+        """Send and receive all pairs of (tensor, other worker) at once. Return when all have arrived."""
         works = [dist.irecv(tensor, other) for tensor, other in receives]
         works += [dist.isend(tensor, other) for tensor, other in sends]
         for work in works:
@@ -45,7 +48,7 @@ class Channel:
 
 
 def parameter_server(vector: Tensor, channel: Channel) -> None:
-    """Worker 0 receives all vectors, adds them, and sends the sum to everyone (Li et al., 2014)."""
+    """Sum by a server: worker 0 receives all vectors, adds them, and sends the sum to all (Li et al., 2014)."""
     rank, workers = dist.get_rank(), dist.get_world_size()
     if rank:
         channel.send(vector, 0)
@@ -59,8 +62,11 @@ def parameter_server(vector: Tensor, channel: Channel) -> None:
 
 
 def ring(vector: Tensor, channel: Channel) -> None:
-    """Each worker talks to its two neighbours only. The vector is cut into N chunks: in N - 1 rounds a chunk travels
-    round the ring and is added to, in N - 1 more the finished one travels on (Patarasuk and Yuan, 2009)."""
+    """Sum by a ring: each worker exchanges messages with its two neighbours only.
+
+    The vector is cut into N chunks. In N - 1 rounds each chunk travels round the ring, and every worker adds its part.
+    In N - 1 more rounds the complete chunks travel on (Patarasuk and Yuan, 2009).
+    """
     rank, workers = dist.get_rank(), dist.get_world_size()
     left, right = (rank - 1) % workers, (rank + 1) % workers
     chunks = vector.tensor_split(workers)
@@ -75,8 +81,12 @@ def ring(vector: Tensor, channel: Channel) -> None:
 
 
 def halving_doubling(vector: Tensor, channel: Channel) -> None:
-    """In log2 N rounds partners swap halves of what they still have and add them; in log2 N more they swap back what
-    is finished (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two hand theirs to another first."""
+    """Sum by halving and doubling.
+
+    In log2 N rounds partners swap halves of their current part and add them. In log2 N more rounds they swap the
+    complete parts back (Rabenseifner, in Thakur et al., 2005). Workers beyond a power of two first send their vectors
+    to another.
+    """
     rank, workers = dist.get_rank(), dist.get_world_size()
     paired = 1 << (workers.bit_length() - 1)
     if rank >= paired:
@@ -102,7 +112,7 @@ def halving_doubling(vector: Tensor, channel: Channel) -> None:
 
 
 def backend(vector: Tensor, channel: Channel) -> None:
-    """What ddp uses: gloo's own, a ring. What it sends is not counted here, but taken from the formula."""
+    """Sum by gloo's all-reduce, a ring, as ddp does. Its counts come from the formula."""
     dist.all_reduce(vector)
     workers = dist.get_world_size()
     channel.bytes += 2 * (workers - 1) * vector.nbytes // workers

@@ -1,8 +1,8 @@
-"""A worker of communication.py: it and the others sum their gradients, 2 of them first, then 3, and so on.
+"""Run a worker of communication.py. The workers sum their gradients: first 2 of them, then 3, and so on:
 
     summing.py check|measure <folder with gradient_<rank>.npy> <rank> <workers> <host:port of worker 0> <rounds>
 
-Rank zero leaves what was found in check.json, or measure.json: a dict for each number of workers.
+Rank zero writes the results into check.json or measure.json: a dict for each number of workers.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import AllReduce, ExactSum, reduce_alone
 
-# small ones tell the latency, large ones the rate
+# the small sizes measure the latency, the large ones the rate
 PING_BYTES = [64, 256, 1024, 4096, 1 << 21, 1 << 22, 1 << 23]
 PINGS = 7  # of each size
 
@@ -53,8 +53,12 @@ def gradient(folder: Path, rank: int) -> Tensor:
 
 
 def checked(folder: Path) -> dict[str, Any]:
-    """How many different sums all ways, and one process alone, gave on all workers: `exact`, of integers; `wrong`, of
-    which one worker left out one number; `float`, of float32, in which the order of three or more shows."""
+    """Count the different sums that all ways, and one process alone, gave on all workers.
+
+    Returns:
+        `exact`: of integers. `wrong`: the same, if one worker leaves out one number. `float`: of float32, whose sum
+        depends on the order of three or more.
+    """
     vector, size = gradient(folder, dist.get_rank()), dist.get_world_size()
     changed = vector.clone()
     if dist.get_rank() == size - 1:
@@ -69,7 +73,7 @@ def checked(folder: Path) -> dict[str, Any]:
 
 
 def exact(gradients: list[Tensor], all_reduce: AllReduce) -> Tensor:
-    """The sum that a run with exact=true takes."""
+    """Return the sum as a run with exact=true computes it."""
     total = ExactSum(gradients[:1])
     for each in gradients:
         total.add([each])
@@ -106,13 +110,17 @@ def different(digests: list[str]) -> int:
 
 
 def measured(folder: Path, rounds: int) -> dict[str, Any]:
-    """`sums`: of each way its seconds, bytes and messages, in turns; of two workers also `pings` and `adding`."""
+    """Time all ways in turns.
+
+    Returns:
+        `sums`: seconds, bytes and messages of each way. With two workers also `pings` and `adding`.
+    """
     vector = gradient(folder, dist.get_rank())
     results: dict[str, Any] = {"sums": {name: {"seconds": []} for name in SUMS}}
     if dist.get_world_size() == 2:
         results |= {"pings": pings(), "adding": adding(vector)}
     for way in SUMS.values():
-        way(vector[: 1 << 16].clone(), Channel())  # connections wake up
+        way(vector[: 1 << 16].clone(), Channel())  # opens the connections
     for _ in range(rounds):
         for name, way in SUMS.items():
             seconds, size, messages = timed(way, vector.clone())
@@ -123,7 +131,7 @@ def measured(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def pings() -> list[tuple[int, float]]:
-    """(bytes, seconds one way) of messages that worker 1 sends back; the first ones don't count."""
+    """Return (bytes, seconds one way) of messages that worker 1 sends back. The first ones don't count."""
     other, times = 1 - dist.get_rank(), []
     for size in PING_BYTES[:1] * PINGS + PING_BYTES * PINGS:
         message = torch.zeros(size, dtype=torch.uint8)
@@ -138,7 +146,7 @@ def pings() -> list[tuple[int, float]]:
 
 
 def adding(vector: Tensor) -> float:
-    """Seconds per byte of adding one vector to another."""
+    """Return the seconds per byte of adding one vector to another."""
     total, times = torch.zeros_like(vector), []
     for _ in range(5):
         began = time.perf_counter()
@@ -148,7 +156,7 @@ def adding(vector: Tensor) -> float:
 
 
 def timed(way: Sum, vector: Tensor) -> list[float]:
-    """Seconds until the last worker has the sum; bytes and messages of the busiest one."""
+    """Return the seconds until the last worker has the sum, and bytes and messages of the busiest worker."""
     channel = Channel()
     dist.barrier()
     began = time.perf_counter()
