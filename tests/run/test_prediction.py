@@ -199,7 +199,7 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
     monkeypatch.setattr(MnistCNN, "on_after_batch_transfer", changed)
     in_evaluation = True
-    with pytest.raises(UserError, match=r"MnistCNN: a file would leave out what its on_after_batch_transfer does"):
+    with pytest.raises(UserError, match=r"MnistCNN: its on_after_batch_transfer changes images in evaluation"):
         export.export(composed(f"checkpoint={trained.folder}", page="export"), tmp_path)
     assert not list(tmp_path.iterdir())
     in_evaluation = False  # the control: it changes batches in training only
@@ -208,7 +208,7 @@ def test_an_export_would_leave_out_what_is_done_beside_forward(
 
 def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_path: Path) -> None:
     raw = composed(f"checkpoint={trained.folder}", "+precision=bf16-mixed", page="export")
-    with pytest.raises(UserError, match="precision: an export computes with precision=32-true; leave it out"):
+    with pytest.raises(UserError, match="precision: an export always uses precision=32-true: leave it out"):
         export.export(raw, tmp_path)
 
 

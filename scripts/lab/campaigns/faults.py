@@ -1,4 +1,4 @@
-"""What strikes a run: signals, a full disk, damage to the newest checkpoint."""
+"""The faults of chaos.py: signals, a full disk, and damage to the newest checkpoint."""
 
 import signal
 import time
@@ -10,21 +10,21 @@ from resource import RLIMIT_FSIZE, prlimit
 
 from campaigns.lives import Life
 
-FULL = 1 << 18  # bytes of the largest file when the disk is full: less than a checkpoint
+FULL = 1 << 18  # largest file in bytes on a full disk: less than a checkpoint
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes.
+    """A fault.
 
     Attributes:
-        whom: a `rank`, the `parent`, `all`; `disk`: no signal, but a full disk for the parent and the workers. (Their
-            loader processes keep batches in shared memory, which is no disk, but counts for that limit.)
-        signals: one after the other.
-        codes: exit codes that it may lead to, beside 0 for a run that was over by then.
-        pause: most seconds between two signals.
-        later: only when there are workers (before, a signal finds no handler).
-        damage: the newest checkpoint is damaged when the life is over.
+        whom: the target: a `rank`, the `parent`, or `all`. With `disk` there is no signal; the parent and the workers
+            get a full disk. Their loader processes do not, because they use shared memory, which counts for that limit.
+        signals: sent one after the other.
+        codes: exit codes that the fault may cause, besides 0 for a run that was already complete.
+        pause: longest pause between two signals, in seconds.
+        later: wait until workers exist, because earlier a signal finds no handler.
+        damage: damage the newest checkpoint after the process has ended.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Fault:
     damage: bool = False
 
     def strike(self, life: Life, rng: Random) -> str:
-        """Returns whom it struck; empty if they were gone."""
+        """Inject the fault. Return the target in words, or an empty string if it had already ended."""
         ranks = life.ranks()
         if self.whom == "disk":
             for pid in (life.pid, *ranks):
@@ -73,7 +73,7 @@ FAULTS = [
 
 
 def damage(path: Path, fault: Fault, rng: Random) -> None:
-    """Flips one bit of a file, or cuts off its end, in place: a second name of the file is struck too."""
+    """Flip one bit of a file or cut off its end, in place, so that hard links to it are damaged too."""
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content))
     if "flips" in fault.name:

@@ -1,7 +1,7 @@
-"""A life of a run: one start of src/train.py, in a session of its own, to be watched, struck and waited for.
+"""Start src/train.py in a session of its own, watch it, send it signals, and wait for its end.
 
-A life is a fork of this process, which has imported everything: it takes a second instead of six, and hundreds of them
-are affordable. Linux only: processes are found in /proc.
+The program runs in a fork of this process, which has imported everything. It starts in one second instead of six, so
+that a campaign can afford hundreds of starts. Linux only: processes are listed in /proc.
 """
 
 import importlib
@@ -18,70 +18,77 @@ from typing import Any
 
 from lockstep.config.value_checks import ROOT
 
-MOST = 1 << 20  # bytes that are read of what a life says
+MOST = 1 << 20  # most bytes to read of the output
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
 class Life:
-    """A running `src/train.py` with these arguments; or scripts/verify.py.
+    """One execution of `src/train.py`, or of scripts/verify.py.
 
     Args:
-        program: its name, which is that of a module that has a function of this name.
-        elsewhere: the beginning of a command that runs the rest of it, from the program's name on, on another machine,
-            without a fork's speed.
+        arguments: the program's arguments.
+        program: name of the program, and of the function in its module.
+        elsewhere: a command prefix that runs the program on another machine. There it starts without a fork.
     """
 
     def __init__(self, arguments: Sequence[str], program: str = "train", elsewhere: Sequence[str] = ()) -> None:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        asked = (program, self.arguments, elsewhere, self._said.fileno())
-        self._process = multiprocessing.get_context("fork").Process(target=_live, args=asked)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        process_arguments = (program, self.arguments, elsewhere, self._output.fileno())
+        self._process = multiprocessing.get_context("fork").Process(target=_live, args=process_arguments)
         self._process.start()
         self.pid = self._process.pid or 0
         self._began = time.monotonic()
 
     @property
     def age(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     @property
     def code(self) -> int | None:
-        """Its exit code as a shell tells it (128 + n after signal n); None while it lives."""
-        found = self._process.exitcode
-        return found if found is None or found >= 0 else 128 - found
+        """The exit code as a shell has it (128 + n after signal n). None while the program runs."""
+        exit_code = self._process.exitcode
+        return exit_code if exit_code is None or exit_code >= 0 else 128 - exit_code
 
     @property
     def text(self) -> str:
-        """What it has said so far, on both streams."""
-        return os.pread(self._said.fileno(), MOST, 0).decode(errors="replace")
+        """The output so far, of both streams."""
+        return os.pread(self._output.fileno(), MOST, 0).decode(errors="replace")
 
     def wait(self, seconds: float, ready: Callable[[], Any] = lambda: False) -> int | None:
-        """Its exit code, or None if it is still there after `seconds`, or when it is `ready`."""
+        """Wait for the end, for `seconds`, or until `ready` returns a true value.
+
+        Returns:
+            the exit code, or None if the program still runs.
+        """
         until = time.monotonic() + seconds
         while self.code is None and time.monotonic() < until and not ready():
             time.sleep(0.01)
         return self.code
 
     def members(self) -> dict[int, int]:
-        """Living processes of its session, orphans included: pid -> parent's pid, oldest first."""
-        found = []
+        """Return the living processes of the session, orphans too, oldest first: pid -> parent's pid."""
+        processes = []
         for entry in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 fields = entry.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.pid and fields[0] not in "ZX":
-                    found.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
-        return {pid: parent for _, pid, parent in sorted(found)}
+                    processes.append((int(fields[19]), int(entry.parent.name), int(fields[1])))
+        return {pid: parent for _, pid, parent in sorted(processes)}
 
     def ranks(self) -> list[int]:
-        """Its workers, rank zero first: forks of the parent (`git`, which it asks for the commit, is none)."""
+        """Return the pids of the workers, rank zero first.
+
+        Workers are forks of the parent. Its other children, such as `git`, have another command line.
+        """
         command = _command(self.pid)
         return [pid for pid, parent in self.members().items() if parent == self.pid and _command(pid) == command]
 
     def left(self, seconds: float) -> set[str]:
-        """The commands of its processes that are still there after `seconds`; they are killed."""
+        """Kill the processes that remain after `seconds`. Return their command lines."""
         until = time.monotonic() + seconds
         while (members := self.members()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -90,16 +97,16 @@ class Life:
         return commands
 
     def strike(self, signum: int, *pids: int) -> None:
-        """Sends a signal to processes, those that are gone excepted."""
+        """Send a signal to processes. Skip those that have ended."""
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def close(self) -> None:
-        """Ends whatever is left of it."""
+        """Kill all remaining processes and close the output."""
         self.left(0)
         self.wait(5)
-        self._said.close()
+        self._output.close()
 
 
 def _command(pid: int) -> str:
@@ -109,7 +116,7 @@ def _command(pid: int) -> str:
 
 
 def _live(program: str, arguments: list[str], elsewhere: Sequence[str], output: int) -> None:
-    """What `python src/train.py` does, in a fork."""
+    """Do in a fork what `python src/train.py` does."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,4 +1,4 @@
-"""Runs on one machine that are struck again and again: their lives, and what must be so after each of them."""
+"""Hit runs on one machine again and again, resume them, and check each process after its end."""
 
 import re
 import tempfile
@@ -11,17 +11,17 @@ from campaigns.campaign import HOUR, Campaign
 from campaigns.faults import INTERRUPTED, TERMINATED, Fault, damage
 from campaigns.lives import Life
 
-LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # what a life draws from
-GRACE = 30  # seconds that a life may take to end when something struck
-PATIENCE = 5  # seconds after which nobody trains on who was asked to end
-YOUNG = 2  # seconds until a run trusts that nobody holds a folder (lockstep.launch.scratch), and some more
+LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # the choices for a start
+GRACE = 30  # seconds until the program must end after a fault
+PATIENCE = 5  # seconds after SIGTERM or SIGINT within which training must stop
+YOUNG = 2  # a little more than the seconds for which a run keeps unlocked folders (lockstep.launch.scratch)
 
 
 class Runs(Campaign):
-    """Runs on one layout (or, exact, on changing ones): struck until they end, until no fault is left.
+    """Runs on one layout, or with exact on changing layouts, each hit until it completes, until no fault is left.
 
     Args:
-        layouts: of which each life draws one.
+        layouts: each start draws one of these.
     """
 
     def __init__(self, layouts: list[list[str]], faults: list[Fault], *common: Any) -> None:
@@ -36,14 +36,14 @@ class Runs(Campaign):
 
 
 class Run:
-    """One run, from its start to its end in as many lives as it takes."""
+    """One run, from its start to its end, in as many starts as it takes."""
 
     def __init__(self, campaign: Runs, home: Path) -> None:
         self.campaign, self.home, self.rng = campaign, home, campaign.rng
-        self.targets: list[Path] = []  # what to resume from; none: start
-        self.damaged: set[tuple[int, int]] = set()  # files that must be refused, by inode and time
+        self.targets: list[Path] = []  # checkpoints or folders to resume from; empty: start anew
+        self.damaged: set[tuple[int, int]] = set()  # damaged files, which must be refused, by inode and time
         self.folders: set[Path] = set()
-        self.struck = False  # in this life or before
+        self.struck = False  # a fault has hit this run
 
     def go(self) -> None:
         last = False
@@ -56,7 +56,7 @@ class Run:
                 last = self._live(life, target)
 
     def _live(self, life: Life, target: Path | None) -> bool:
-        """Strikes a life, waits for its end and judges it. Returns whether it was the last."""
+        """Hit a program, wait for its end and check it. Return True if it was the run's last."""
         campaign, problems = self.campaign, len(self.campaign.problems)
         refused = target is not None and identity(newest(target)) in self.damaged
         fault, whom = (None, "") if refused else self._strike(life)
@@ -65,13 +65,13 @@ class Run:
         codes = fault.codes if fault else ()
         campaign.check_life(life, *((2,) if refused else (0, *codes)))
         if target is not None and refused and str(newest(target)) not in life.text:
-            campaign.problem(f"{newest(target)} is damaged, and not refused by its name", life)
+            campaign.problem(f"{newest(target)} is damaged, but was not refused by name", life)
         self._check_files(life, target)
         if code == 0:
             folder = max(self.folders)
             campaign.check_end(folder, life)
             if {*TERMINATED, *INTERRUPTED} & {*codes} and newest(folder).stat().st_mtime > at + PATIENCE:
-                campaign.problem(f"trained on for more than {PATIENCE} s when it was asked to end", life)
+                campaign.problem(f"trained for more than {PATIENCE} s after the signal to end", life)
         elif refused:
             self.targets.pop(0)
         elif fault:
@@ -79,12 +79,15 @@ class Run:
         resumes = re.search(r"resumes after step \d+", life.text)
         begins = "starts" if target is None else resumes[0] if resumes else f"resumes from {newest(target).name}"
         ended = f"{'as' if len(campaign.problems) == problems else 'NOT as'} the undisturbed run" if code == 0 else ""
-        campaign.tell(begins, whom, f"ends with {code}", ended)
-        return code == 0 or not (fault or refused)  # who ended without a reason would do so again
+        campaign.print_line(begins, whom, f"ends with {code}", ended)
+        return code == 0 or not (fault or refused)  # a program that ended without a fault would do so again
 
     def _strike(self, life: Life) -> tuple[Fault | None, str]:
-        """Waits for the moment and strikes, unless no fault is left or the run is over before. Returns what struck, and
-        in words."""
+        """Wait for a random moment and inject the next fault, unless none is left or the run ends before.
+
+        Returns:
+            the fault, and its description.
+        """
         campaign = self.campaign
         if not campaign.faults:
             return None, ""
@@ -102,7 +105,7 @@ class Run:
         return fault, f"{fault.name} ({whom}) after {age:.1f} s"
 
     def _what_next(self, fault: Fault) -> None:
-        """After a life that a fault has ended: where the next one begins, as its user would decide."""
+        """Choose, as a user would, what the next start resumes from."""
         self.targets = [folder for folder in sorted(self.folders) if newest(folder).exists()][-1:]
         if not self.targets:
             return
@@ -115,7 +118,7 @@ class Run:
 
     def _check_files(self, life: Life, target: Path | None) -> None:
         scratch, began = Path(tempfile.gettempdir()), time.time() - life.age
-        # Killed parents leave theirs to the next life; of the last moments before it, to the one after.
+        # The next start deletes the files of a killed parent, but skips files that are too young.
         files = [file.name for file in scratch.iterdir() if not began - YOUNG < file.stat().st_mtime < began]
         if life.code in (0, 1) and files:
             self.campaign.problem(f"temporary files left: {', '.join(sorted(files))}", life)
@@ -128,11 +131,11 @@ class Run:
 
 
 def newest(target: Path) -> Path:
-    """The checkpoint that `resume=<target>` means."""
+    """Return the checkpoint that `resume=<target>` reads."""
     return target / "checkpoints" / "last.ckpt" if target.is_dir() else target
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Tells a file from the one that takes its place."""
+    """Return an identity of a file that differs for a file that replaces it."""
     status = path.stat()
     return status.st_ino, status.st_mtime_ns

@@ -14,7 +14,7 @@ def test_bits_that_flip_in_silence_are_seen() -> None:
     assert "3 faults" in done.stdout
     assert "computed a wrong gradient" in done.stdout
     assert "sends or gets comes wrong again" in done.stdout
-    assert "is not what its ledger says" in done.stdout
+    assert "differs from its ledger" in done.stdout
 
 
 def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:

@@ -134,7 +134,7 @@ def test_a_changed_line_breaks_the_chain(run: Path, tmp_path: Path) -> None:
 def test_other_samples_are_seen_without_computing(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: at(lines, 30).update(samples_sha256="0" * 64))
     code, said = verified(folder)
-    assert (code, "the samples of steps 26 to 30 are not those that the seed gives" in said) == (1, True), said
+    assert (code, "the samples of steps 26 to 30 are not those of the seed" in said) == (1, True), said
     assert "same bits" not in said
 
     def other_seed(lines: Lines) -> None:
@@ -150,7 +150,7 @@ def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
     folder = forged(run, tmp_path / "a" / "b", lambda lines: None)
     changed = with_other_weights(folder, 25)
     code, said = verified(folder, "steps=[25,30]")
-    assert (code, "step 25 is not what its ledger says: step_25.ckpt is another checkpoint: other weights" in said) == (
+    assert (code, "step 25 differs from its ledger: step_25.ckpt does not match the ledger: other weights" in said) == (
         1,
         True,
     ), said
@@ -169,7 +169,7 @@ def test_another_learning_rate_is_named(run: Path, tmp_path: Path) -> None:
             line["config_sha256"] = config_sha256(about["config"])
 
     code, said = verified(forged(run, tmp_path / "a" / "b", change), "steps=[5,12]")
-    assert (code, "step 5 is not what its ledger says: other weights and optimizer; first" in said) == (1, True), said
+    assert (code, "step 5 differs from its ledger: other weights and optimizer; first" in said) == (1, True), said
 
 
 def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
@@ -183,7 +183,7 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     assert ledger(folder)[1]["samples_sha256"] == taken != plain, "of the samples that the run took"
     assert [*step_checkpoints(folder / "checkpoints")] == [20, 24]
     code, said = verified(folder, "steps=[24]")
-    assert (code, "has the same bits on its own layout only: strategy=ddp devices=2" in said) == (2, True), said
+    assert (code, "has the same bits only on its own layout: use strategy=ddp devices=2" in said) == (2, True), said
     code, said = verified(folder, "steps=[24]", "devices=2")
     assert code == 0, said
     assert "steps 20 to 24: the same bits" in said
@@ -191,12 +191,12 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     run_train(f"resume={folder}", "max_epochs=3")
     assert [line["step"] for line in ledger(folder) if "about" in line] == [0, 25]
     code, said = verified(folder, "steps=[36]", "devices=2")
-    assert (code, "after step 24 the run went on otherwise: max_epochs: 2 -> 3" in said) == (0, True), said
+    assert (code, "after step 24 the run changed: max_epochs: 2 -> 3" in said) == (0, True), said
     for wanted, why in {
-        "steps=[23]": "has no line at 23; near it are 20, 24, 25",
+        "steps=[23]": "has no line at 23: the nearest are 20, 24, 25",
         "steps=[30]": "after step 0, the nearest with a checkpoint, the run's config changed",
         "steps=x": "steps=x: must be",
-        "run=nowhere": "run=nowhere: it has no ledger.jsonl",
+        "run=nowhere": "run=nowhere has no ledger.jsonl",
     }.items():
         code, said = verified(folder, "devices=2", wanted)
         assert (code, why in said) == (2, True), said
