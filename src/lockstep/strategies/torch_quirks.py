@@ -16,7 +16,7 @@ class FixedBucketsDDP(nn.parallel.DistributedDataParallel):
     gradients. A ring all-reduce adds the parts of an element in an order that depends on its place in a bucket. So on
     three or more ranks, the first step after a resume would have other bits than in an uninterrupted run.
 
-    No public option fixes the buckets. Here they follow the parameters from last to first, the usual order of gradients.
+    No public option fixes the buckets. Here they follow the parameters from last to first, as gradients usually do.
     """
 
     def __init__(self, module: Module, **options: Any) -> None:
