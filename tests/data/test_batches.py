@@ -37,7 +37,7 @@ def test_labels_come_without_the_samples_also_of_subsets() -> None:
     dataset, ids = arrays(50), np.array([3, 49, 0, 3])
     assert labels_of(Subset(dataset, ids)).tolist() == [3, 49, 0, 3]  # type: ignore[arg-type]
     of_torchvision = FakeData(size=20)
-    with pytest.raises(UserError, match="a FakeData can't say its labels; give it an attribute labels or targets"):
+    with pytest.raises(UserError, match="the labels of a FakeData are unknown: give it an attribute labels or targets"):
         labels_of(of_torchvision)
     of_torchvision.targets = list(range(20))  # as most of torchvision's have them
     assert labels_of(of_torchvision).tolist() == list(range(20))

@@ -98,13 +98,14 @@ def test_what_streams_or_is_the_users_own_stays(train: Any) -> None:
     found = place_on_device(splits(held), CPU, "auto", PLENTY)
     assert innermost_dataset(found.train) is train
     assert isinstance(found.test, Resident)
-    with pytest.raises(UserError, match=r"speed.resident=true: no set of this data is in memory.*resident=auto"):
+    with pytest.raises(UserError, match=r"speed.resident=true: no data set is in memory.*: use speed.resident=auto"):
         place_on_device(splits(train, evaluated=train), CPU, True, PLENTY)
 
 
 @pytest.mark.parametrize(("choice", "shown"), [(True, "true"), ("auto", "auto")])
 def test_sets_that_do_not_fit_are_refused(choice: Any, shown: str) -> None:
     with pytest.raises(
-        UserError, match=f"^speed.resident={shown}: the sets take 0 MiB, and cpu has 0 free: resident=false$"
+        UserError,
+        match=f"^speed.resident={shown}: the data sets take 0 MiB, and cpu has 0 MiB free: use speed.resident=false$",
     ):
         place_on_device(splits(arrays(40), evaluated=arrays(40)), CPU, choice, 2 * SIZE - 1)

@@ -86,7 +86,7 @@ def test_transforms_get_files_whole(tmp_path: Path) -> None:
     plain = open_data(config("image_folder", image_size=8), str(tmp_path))
     assert torch.equal(fetch(found.val, np.arange(1))[0], fetch(plain.val, np.arange(1))[0])
     flip = {"_target_": "torchvision.transforms.v2.RandomHorizontalFlip"}
-    with pytest.raises(UserError, match="one size for all comes from RandomResizedCrop"):
+    with pytest.raises(UserError, match="they must have one size; use RandomResizedCrop"):
         open_data(config("image_folder", transforms={"train": [flip]}), str(tmp_path))
 
 

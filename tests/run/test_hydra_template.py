@@ -103,9 +103,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     batch = fetch(opened("DictData").train, np.arange(4))
     assert batch["x"].shape == (4, 1, 12, 12)
     monkeypatch.setattr(mine.TemplatedData, "num_classes", None)
-    with pytest.raises(
-        UserError, match="how many classes there are is unknown: give TemplatedData an attribute num_cl"
-    ):
+    with pytest.raises(UserError, match="the number of classes is unknown: give TemplatedData an attribute num_cl"):
         opened("TemplatedData")
 
 

@@ -171,9 +171,16 @@ def resolve(
     """Return the layout of a config.
 
     Args:
-        strategy: see `Layout`, as for all that are not listed here.
+        strategy: as of `Layout`.
+        accelerator: as of `Layout`.
+        devices: as of `Layout`.
+        num_nodes: as of `Layout`.
+        batch_size: as of `Layout`.
         pieces: None: `devices x num_nodes x accumulate_grad_batches`.
         accumulate_grad_batches: None: what `pieces` requires, or 1.
+        exact: as of `Layout`.
+        shares: as of `Layout`.
+        staged: as of `Layout`.
         even: whether all pieces of a full step must have the same size. In an evaluation they may differ by a sample.
 
     Raises:

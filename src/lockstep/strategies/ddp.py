@@ -106,8 +106,10 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
             self._inside = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain module computes what DDP does not sum: DDP's forward pass has nothing to add, and its second one
-        talks to all ranks (it rebuilds buckets), of which one may have no sample."""
+        """Run the module's `training_step`: through DDP if its reducer is active, else on the plain module.
+
+        DDP's second forward pass communicates with all ranks (it rebuilds buckets), but one may have no sample.
+        """
         if self._syncs:
             return DDPStrategy.training_step(self, *args, **kwargs)
         return super().training_step(*args, **kwargs)
