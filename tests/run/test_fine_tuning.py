@@ -192,7 +192,7 @@ def test_factors_that_name_nothing_are_refused() -> None:
         offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()
     with pytest.raises(UserError, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
         offered("optimizer.lr_scale={net.conv1.*: 0}")
-    with pytest.raises(UserError, match=r"^optimizer.lr_scale: nothing divides .* give optimizer.param_groups too$"):
+    with pytest.raises(UserError, match=r"^optimizer.lr_scale has no effect without .*param_groups: give both$"):
         offered("optimizer.lr_scale={net.conv1.*: 0.1}", "optimizer.param_groups=null")
 
 

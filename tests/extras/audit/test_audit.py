@@ -169,7 +169,7 @@ def test_an_elastic_run_goes_on_without_that_device_to_the_same_bits(project: Pa
     sent = train(project, tmp_path / "sent", "LitDigits", *AUDIT, *on, *flips("sent", "1", 2, lasting=True))
     assert "step 3, piece" in run.stderr
     assert "step 4, piece" in run.stderr
-    assert "what rank 1 sends or gets comes wrong again; going on with 2 of 3 workers" in sent.stderr
+    assert "what rank 1 sends or gets comes wrong again; continuing with 2 of 3 workers" in sent.stderr
     for folder in (*run.jobs, sent.folder):
         summary = summary_of(folder)
         assert summary["weights_sha256"] == clean.summary["weights_sha256"]
