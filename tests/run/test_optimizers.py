@@ -131,7 +131,7 @@ def test_a_schedule_of_a_metric_names_it() -> None:
     for late, says in (
         (
             ["scheduler.interval=step"],
-            "interval=step: val/loss .* every 1 step, .* every 10 only; .*=epoch or val_every=1",
+            "interval=step reads val/loss every 1 step, .* every 10 steps: .*=epoch or val_every=1",
         ),
         (["val_every=12"], "interval=epoch reads val/loss every 10 steps, .* every 12 steps: use val_every=10"),
     ):
