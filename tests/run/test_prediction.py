@@ -135,7 +135,7 @@ def test_files_lists_and_the_likeliest_classes(trained: Run, tmp_path: Path) -> 
     assert re.search(r"5 images, \d+ images/s: ", run.stderr)
     ImageFiles([str(folder), str(folder / "01.png")], SIZE, 3)  # the control
     for given, said in (
-        ("list.csv", "there is no .*gone.png; a list's paths are relative to its folder"),
+        ("list.csv", "there is no .*gone.png: paths in a list are relative to its folder"),
         ("gone.png", "no such file or folder"),
     ):
         (tmp_path / "list.csv").write_text("gone.png\n")
@@ -213,14 +213,17 @@ def test_an_export_refuses_a_key_that_would_change_nothing(trained: Run, tmp_pat
 
 
 def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "nowhere", "no such file or folder"), (tmp_path, "no image in it; known: .jpg")):
+    for folder, said in (
+        (tmp_path / "nowhere", "no such file or folder"),
+        (tmp_path, "no image in it: known are "),
+    ):
         with pytest.raises(UserError, match=re.escape(f"images={folder}: {said}")):
             ImageFiles(folder, SIZE, 3)
     for name in ("a.png", "b.gif"):
         (tmp_path / name).write_bytes(b"cut")
-    with pytest.raises(UserError, match=r"images=.*: a.png can't be decoded, and no other"):
+    with pytest.raises(UserError, match=r"images=.*: no image can be decoded, a.png for example"):
         ImageFiles(tmp_path, SIZE, 3)
-    with pytest.raises(UserError, match="1 or 3 channels, the model was trained on 4"):
+    with pytest.raises(UserError, match="1 or 3 channels, but the model was trained on 4"):
         ImageFiles(tmp_path, SIZE, 4)
 
 
