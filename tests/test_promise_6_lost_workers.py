@@ -42,7 +42,7 @@ def test_fewer_workers_go_on(run_train: Program, undisturbed: Run) -> None:
     run = run_train.finish(process)
     assert run.returncode == 0, str(run)
     for left in (2, 1):
-        assert f"going on with {left} of 3 workers" in run.stderr
+        assert f"continuing with {left} of 3 workers" in run.stderr
     assert run.summary["restarts"] == 2
     assert run.summary["layout"]["devices"] == 1
     assert run.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]

@@ -102,7 +102,7 @@ def test_emulated_bf16_is_said(
             runs.run_in_workers(fit_and_test, check(dict(compose(f"precision={asked}"))), splits, tmp_path)
         said = capsys.readouterr().err.splitlines()
         assert len(said) == (0 if has_bf16 else 1)
-        assert all("precision=bf16-mixed: this processor has no bf16 instr" in line for line in said)
+        assert all("precision=bf16-mixed: this processor emulates bf16" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_signal_saves_and_ends(run_train: Program) -> None:
     summary = run.summary
     log = (run.folder / "train.log").read_text()
     assert f"asked to end: saved last.ckpt after step {summary['steps']}" in log
-    assert run.stderr.endswith(f"to go on: resume={run.folder}\n"), "it is not below the current directory"
+    assert run.stderr.endswith(f"to continue: resume={run.folder}\n"), "it is not below the current directory"
     assert (summary["status"], summary["last_checkpoint"]) == ("interrupted", "checkpoints/last.ckpt")
     assert "SIGINT" in summary["error"]
     assert checkpoint_of(run.folder)["global_step"] == summary["steps"] > 0, "when it was asked to end, not before"
@@ -241,7 +241,7 @@ def test_a_killed_worker_fails_the_run(run_train: Program) -> None:
     run = run_train.finish(process)
     assert run.returncode == 1, str(run)
     assert "Traceback" not in run.stderr
-    said = "error: rank 1 was killed by SIGKILL (out of memory?)\nto go on from its last checkpoint: resume="
+    said = "error: rank 1 was killed by SIGKILL (out of memory?)\nto continue from its last checkpoint: resume="
     assert run.stderr.endswith(f"{said}{run.folder}\n")
     assert (run.summary["status"], run.summary["error"]) == ("failed", "rank 1 was killed by SIGKILL (out of memory?)")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"

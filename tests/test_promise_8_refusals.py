@@ -264,7 +264,7 @@ EARLY = [
     ("-m lr=0.1,0.2 --epochs 3", "--epochs: there is no such flag; an override has no dashes, epochs=<value>"),
 ]
 LATE = [
-    ("data=synthetic data.samples=20", "batch_size=64: a step has 18 samples at most, as many as the train.*"),
+    ("data=synthetic data.samples=20", "batch_size=64 is more than the 18 samples of the training set: .*"),
     ("optimizer=adamw optimizer.betas=[2,1] strategy=ddp devices=2", "optimizer: Invalid beta parameter at index 0: 2"),
     ("model.freeze=null", "model.freeze=null: must be an instance of Sequence"),
     ("callbacks=early_stopping callbacks.early_stopping.mode=up", "callbacks.early_stopping: `mode` can be min, max, "),
@@ -307,7 +307,7 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) ->
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("name: mine\n_target_ project.models.MnistCNN\n")
     said = refused(f"hydra.searchpath=[file://{tmp_path}]", "model=mine")
-    assert said == f"{tmp_path}/model/mine.yaml:3: no YAML: could not find expected ':'"
+    assert said == f"{tmp_path}/model/mine.yaml:3: not valid YAML: could not find expected ':'"
 
 
 def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_an_evaluation_takes_over_options_of_the_same_data_set_only(tmp_path: Pa
 @pytest.mark.parametrize("key", ["model.pretrained", "seed", "optimizer.name", "lr"])
 def test_an_evaluation_refuses_what_the_checkpoint_decides(key: str) -> None:
     asked = composed("checkpoint=best.ckpt", f"+{key}=0", page="evaluate")
-    with pytest.raises(UserError, match=f"^{key.partition('.')[0]}: the checkpoint decides it.*leave it out"):
+    with pytest.raises(UserError, match=f"^{key.partition('.')[0]} comes from the checkpoint.*leave it out"):
         config_of(Path("best.ckpt"), {"config": composed()}, asked)
 
 
@@ -396,11 +396,11 @@ def test_an_evaluation_refuses_images_unlike_those_of_the_training() -> None:
     check_same_images(path, record, replace(spec, mean=(0.5,)))
     many = tuple(f"c{number}" for number in range(7))
     for changes, says in (
-        ({"channels": 3}, "data: channels is 3, and best.ckpt was trained with 1"),
+        ({"channels": 3}, "data: images have channels=3, but best.ckpt was trained on 1"),
         ({"classes": ("Dog", "cat")}, "only the data set has Dog, only best.ckpt has dog"),
         ({"classes": ("cat", "cow", "dog")}, "data: other classes than in training: only the data set has cow"),
         ({"classes": many}, "only the data set has c0, c1, c2, c3, c4 and 2 more, only best.ckpt has cat, dog"),
-        ({"classes": ("dog", "cat")}, "data: other classes than in training: their order is another"),
+        ({"classes": ("dog", "cat")}, "data: other classes than in training: their order differs"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
             check_same_images(path, record, replace(spec, **changes))

@@ -35,7 +35,7 @@ def test_image_folder(tmp_path: Path) -> None:
 
 LAYOUTS = {
     ("train", "val", "test"): ((12, 12, 12), "train/, val/, test/ in"),
-    ("train", "test"): ((9, 3, 12), "train/, test/ in .*; a part of train/ validates"),
+    ("train", "test"): ((9, 3, 12), "train/, test/ in .*; a part of train/ is used for validation"),
     ("train", "val"): ((12, 12, None), "train/, val/ in .*; nothing is tested"),
     (".",): ((6, 4, 2), "a folder per class in .*; split by"),
 }
@@ -139,9 +139,9 @@ def spoil(root: Path, how: str) -> None:
     [
         ("empty class", ["no image in", "train/cat"]),
         ("no classes", ["test has no folders"]),
-        ("no test", ["has train/ and neither test/ nor val/", "train would split it"]),
+        ("no test", ["has train/ and neither test/ nor val/", "train to split it"]),
         ("no train", ["has test/ and no train/"]),
-        ("too deep", ["train has only one folder, images; one per class"]),
+        ("too deep", ["train has only one folder, images: it must have a folder for each class"]),
         ("spelled otherwise", ["has a folder Testing: is it one of train, val, test?"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
@@ -176,7 +176,7 @@ def test_broken_images_are_listed_or_skipped(tmp_path: Path) -> None:
         assert "6 of 80 image files" in said
         assert "cat/4.png and 1 more: repair or remove them, or data.skip_broken=true" in said
         found = open_data(config(name, **listed, skip_broken=True), str(tmp_path / "broken"))
-        assert "7 files left out, which can't be decoded: " in found.about
+        assert "7 files that can't be decoded left out: " in found.about
         assert "cat/4.png and 2 more" in found.about
         csv = {"csv": str(clean / "list.csv")} if listed else {}
         assert found.fingerprint == open_data(config(name, **csv), str(clean)).fingerprint

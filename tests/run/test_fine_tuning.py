@@ -58,7 +58,7 @@ def test_a_fine_tuned_run_is_the_same_bits_on_every_layout_also_resumed(place: P
     assert len(hashes) == 1
     said = runs["ddp"].stdout + runs["ddp"].stderr
     assert said.count("init_from: 24 of 26 tensors; not net.logits.weight, net.logits.bias") == 1
-    more = "parameters more are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
+    more = "more parameters are trained from now on: net.conv2.weight, net.norm2.weight, net.norm2.bias"
     assert len(re.findall(rf"^epoch 2: \d+ {more}$", said, re.MULTILINE)) == 1
     assert re.search(
         r"^model fast_cnn \| [\d,]+ parameters: [\d,]+ trained, [\d,]+ frozen, [\d,]+ newly initialised$",
@@ -103,11 +103,11 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch={net.*5.*: 1}"),
-            "error: callbacks.unfreeze.epoch: of what is frozen net.*5.*",
+            "error: callbacks.unfreeze.epoch: among the frozen parameters net.*5.*",
         ),
         (
             ("callbacks=unfreeze", "callbacks.unfreeze.epoch=3"),
-            "error: callbacks.unfreeze.epoch=3: this run ends after max_epochs=3",
+            "error: callbacks.unfreeze.epoch=3: must be less than max_epochs=3",
         ),
     ]:
         run = tuned(place, "refused", *overrides, without="callbacks", ok=False)
@@ -144,7 +144,7 @@ def offered(*overrides: str) -> Any:
     ("freeze", "says"),
     [
         (["net.conv9.*"], r"^freeze=\['net.conv9.\*'\]: net.conv9.\* matches no parameter's name; there is net"),
-        (["*"], "nothing is left to be trained"),
+        (["*"], "no parameter is left to train"),
         ("net.conv1.*", r"must be a list, freeze=\[net.conv1.\*\]"),
     ],
 )
@@ -192,7 +192,7 @@ def test_factors_that_name_nothing_are_refused() -> None:
         offered("optimizer.lr_scale={net.fc.*: 0.1}").configure_optimizers()
     with pytest.raises(UserError, match=r"^optimizer.lr_scale.net.conv1.\*=0: must be greater than 0"):
         offered("optimizer.lr_scale={net.conv1.*: 0}")
-    with pytest.raises(UserError, match=r"^optimizer.lr_scale: nothing divides .* give optimizer.param_groups too$"):
+    with pytest.raises(UserError, match=r"^optimizer.lr_scale has no effect without .*param_groups: give both$"):
         offered("optimizer.lr_scale={net.conv1.*: 0.1}", "optimizer.param_groups=null")
 
 

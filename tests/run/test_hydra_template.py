@@ -52,7 +52,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
     for other in map(summary_of, run.jobs):
         for name in ("val/acc", "val/acc_best", "test/acc"):
             assert other["metrics"][name] == one["metrics"][name]
-    assert run.stderr.count("hyperparameters net, optimizer, scheduler: a checkpoint holds plain data only") == 2
+    assert run.stderr.count("hyperparameters net, optimizer, scheduler: they are no plain data") == 2
     checkpoint = checkpoint_of(run.jobs[0])
     assert checkpoint["hyper_parameters"] == {"compile": False}
     assert checkpoint["lockstep"]["spec"]["mean"] == (0.3,)
@@ -86,7 +86,7 @@ def test_both_train_and_are_used_as_they_are(templated: Path, tmp_path: Path) ->
 def test_what_its_own_optimizer_would_not_follow_is_refused(templated: Path, tmp_path: Path) -> None:
     program = Program(tmp_path / "outputs", str(templated / "src" / "train.py"))
     run = program(*TASK, "lr=0.1", cwd=templated, ok=False)
-    assert "lr: the model has its own optimizer, so this would change nothing: model.optimizer changes it" in run.stderr
+    assert "lr has no effect, since the model has its own optimizer: use model.optimizer" in run.stderr
 
 
 def opened(name: str, **options: Any) -> Any:

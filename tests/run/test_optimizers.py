@@ -124,16 +124,16 @@ def test_what_does_not_fit_is_refused(overrides: list[str], says: str) -> None:
 
 
 def test_a_schedule_of_a_metric_names_it() -> None:
-    with pytest.raises(UserError, match=r"ReduceLROnPlateau follows a metric: give \+scheduler.monitor="):
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau needs a metric: give \+scheduler.monitor="):
         offered("scheduler=plateau", "~scheduler.monitor")
-    with pytest.raises(UserError, match=r"^scheduler.monitor=train/loss is known at an epoch's end: .*interval=epoch$"):
+    with pytest.raises(UserError, match=r"^scheduler.monitor=train/loss is known .* only: .*interval=epoch$"):
         offered("scheduler=plateau", "scheduler.monitor=train/loss", "++scheduler.interval=step")
     for late, says in (
         (
             ["scheduler.interval=step"],
-            "interval=step: val/loss .* every 1 step, .* every 10 only; .*=epoch or val_every=1",
+            "interval=step reads val/loss every 1 step, .* every 10 steps: .*=epoch or val_every=1",
         ),
-        (["val_every=12"], "interval=epoch: val/loss .* every 10 steps, and is known every 12 only; give val_every=10"),
+        (["val_every=12"], "interval=epoch reads val/loss every 10 steps, .* every 12 steps: use val_every=10"),
     ):
         with pytest.raises(UserError, match=f"^scheduler.{says}$"):
             offered("scheduler=plateau", *late)

@@ -83,7 +83,7 @@ def test_a_signal_ends_the_sweep(run_train: Program) -> None:
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
-    assert "to run what is missing" in run.stderr
+    assert "to run the missing jobs" in run.stderr
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:
@@ -98,7 +98,7 @@ def test_jobs_die_with_their_sweep(run_train: Program) -> None:
 def test_jobs_side_by_side(run_train: Program) -> None:
     process = run_train.start("-m", *ENDLESS, "checkpoint_every=20", "seed=0,1,2", "sweep.jobs=2")
     if len(os.sched_getaffinity(0)) < 2:
-        assert "sweep.jobs=2: each job has its own devices" in run_train.finish(process).stderr
+        assert "sweep.jobs=2: each job needs its own core" in run_train.finish(process).stderr
         return
     wait_for(lambda: len(list(run_train.outputs.rglob("last.ckpt"))) == 2, process)
     cores = [os.sched_getaffinity(pid) for pid in workers_of(process)]

@@ -116,8 +116,8 @@ def test_a_piece_of_one_sample_is_refused_where_batch_norm_gets_one_value_of_it(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("optimizer=adamw",), "optimizer: mine.LitDigits takes no optimizer, so this would change nothing"),
-        (("scheduler=cosine",), "scheduler: mine.LitDigits takes no scheduler, so this would change nothing"),
+        (("optimizer=adamw",), "optimizer has no effect, since mine.LitDigits takes no optimizer"),
+        (("scheduler=cosine",), "scheduler has no effect, since mine.LitDigits takes no scheduler"),
         ((SWA, "+callbacks.swa.swa_lrs=0.1"), "callbacks.swa: StochasticWeightAveraging changes how many"),
     ],
 )
@@ -133,10 +133,10 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, str]]] = [
     (
         ("precision=32-true",),
         {
-            "Twice": "configure_optimizers returned several optimizers: a step has one",
-            "OwnData": "mine.OwnData: its train_dataloader would not be asked",
-            "AfterBackward": "its on_after_backward would see the gradient of a piece",
-            "Moves": "its transfer_batch_to_device would see a whole step instead of a batch",
+            "Twice": "configure_optimizers returned several optimizers: return one",
+            "OwnData": "mine.OwnData: its train_dataloader would not be called",
+            "AfterBackward": "its on_after_backward would get the gradient of a piece",
+            "Moves": "its transfer_batch_to_device would get a whole step",
         },
     ),
     (
@@ -177,7 +177,8 @@ def test_what_a_classifiers_own_optimizer_does_not_take_is_not_ignored(
     if refused:
         assert run.returncode == 2, str(run)
         group = key(given).partition(".")[0]
-        assert f"{key(given)}: the configure_optimizers of mine.{name} does not use self.{group}, so" in run.stderr
+        unused = f"the configure_optimizers of mine.{name} does not use self.{group}"
+        assert f"{key(given)} has no effect, since {unused}:" in run.stderr
 
 
 def test_the_rank_that_failed_is_named_where_others_lose_it(project: Path, tmp_path: Path) -> None:

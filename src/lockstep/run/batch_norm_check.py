@@ -1,4 +1,7 @@
-"""BatchNorm in pieces of one sample: it needs two values per channel, and a step's smallest piece may bring one."""
+"""Refuse runs in which BatchNorm would get one value per channel.
+
+BatchNorm needs two values per channel to compute a variance. The smallest piece of a step may have one sample.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +21,14 @@ from lockstep.errors import UserError
 from lockstep.run.optimizers import smallest_piece
 from lockstep.text import plural
 
-OF_TORCH = "Expected more than 1 value per channel"  # what torch says of it, at the step
+OF_TORCH = "Expected more than 1 value per channel"  # in torch's error message
 
 
 def check_batch_norms(config: Config, splits: Splits, module: pl.LightningModule) -> None:
     """Refuse a run in which a BatchNorm layer would get one value per channel in a piece of one sample.
 
-    The module's `forward` is tried on a sample in evaluation mode, which changes nothing. A module that can't be tried
-    so is refused at its step instead, see `single_value_error`.
+    The module's `forward` runs on one sample in evaluation mode, which changes nothing. Where that raises, the run is
+    refused at the training step instead, see `single_value_error`.
     """
     samples = len(splits.train)
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
@@ -34,7 +37,7 @@ def check_batch_norms(config: Config, splits: Splits, module: pl.LightningModule
 
 
 def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], splits: Splits) -> int:
-    """The fewest values per channel that one of the layers gets from a sample; 0 where `forward` can't be tried."""
+    """Return the fewest values per channel that any of the layers gets from one sample; 0 if `forward` raises."""
     seen: list[int] = []
 
     def see(layer: nn.Module, args: Any) -> None:
@@ -50,7 +53,7 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
             if isinstance(x, Tensor) and (x.dtype == torch.uint8 or x.is_floating_point()) and parameter is not None:
                 x = x.to(parameter)
             module(x)
-    except Exception:  # anybody's forward may want something else
+    except Exception:  # a user's forward may need other arguments
         return 0
     finally:
         for hook in hooks:
@@ -61,21 +64,21 @@ def _values_per_channel(module: pl.LightningModule, layers: list[_BatchNorm], sp
 
 
 def single_value_error(config: Config, samples: int) -> UserError:
-    """The line that names the nearest batch sizes and pieces that fit."""
+    """Return an error that names the nearest batch sizes and numbers of pieces that fit."""
     layout = config.layout
     tail, last = samples % layout.batch_size, ""
     if layout.batch_size // layout.pieces > 1:
         last = f"an epoch's last step has {tail} of {plural(samples, 'sample')}, so "
     fits = [*_sizes(config, samples), *_pieces(config, samples)]
-    can = ", ".join(fits) or "another normalisation"
+    remedy = f"use {' or '.join(fits) or 'another normalisation'}"
     return UserError(
         f"batch_size={layout.batch_size} in {layout.pieces} pieces: {last}a piece has one sample, and a BatchNorm "
-        f"layer gets one value per channel of it, which has no variance: {can} can"
+        f"layer gets one value per channel, which has no variance: {remedy}"
     )
 
 
 def _sizes(config: Config, samples: int) -> Iterator[str]:
-    """The nearest smaller and larger `batch_size`."""
+    """Yield the nearest smaller and the nearest larger `batch_size` that fit, as overrides."""
     layout = config.layout
     for by in (-layout.pieces, layout.pieces):
         size = layout.batch_size + by
@@ -87,7 +90,7 @@ def _sizes(config: Config, samples: int) -> Iterator[str]:
 
 
 def _pieces(config: Config, samples: int) -> Iterator[str]:
-    """The nearest smaller number of pieces."""
+    """Yield the nearest smaller number of pieces that fits, as an override."""
     layout = config.layout
     for pieces in range(layout.pieces - 1, layout.num_devices - 1, -1):
         fits = smallest_piece(replace(config, layout=replace(layout, pieces=pieces)), samples) > 1

@@ -1,4 +1,4 @@
-"""The lines that a run prints when it starts and when it is completed."""
+"""Make the lines that a run prints when it starts and when it has completed."""
 
 import logging
 import math
@@ -22,16 +22,16 @@ from lockstep.run.run_length import run_length
 from lockstep.text import plural, short_path
 
 LOG = logging.getLogger("lockstep")
-WIDTH = 100  # columns of a start-up line; a path may be longer
-CLASSES_WIDTH = 60  # columns that the classes' names and counts may take
-CHANCE = 3.0  # standard deviations of a guess's accuracy
+WIDTH = 100  # columns of a start-up line; only paths are longer
+CLASSES_WIDTH = 60  # columns for the names and counts of the classes
+CHANCE = 3.0  # an accuracy within so many standard deviations of a guess is chance level
 
 
 class StartLines(pl.Callback):
-    """Prints a run's first lines when the optimizer exists, so that they have its learning rate.
+    """Prints a run's first lines. It waits until the optimizer exists, since the lines name its learning rate.
 
     Args:
-        lines: makes them from the learning rate.
+        lines: makes the lines from the learning rate, `lr 0.01`.
 
     Attributes:
         lr: the optimizer's peak learning rate, as text.
@@ -50,14 +50,20 @@ class StartLines(pl.Callback):
 
 
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """Return the learning rate of each parameter group as it was given, before a schedule moves it; of a schedule that
-    has a peak (`OneCycleLR`), the peak. They are those of the optimizers that train, whatever `lr` says."""
+    """Return the learning rate of each parameter group before a schedule changes it.
+
+    For a schedule with a peak (`OneCycleLR`) it is the peak. The config's `lr` may differ from these values.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in groups]
 
 
 def peak_lr(optimizers: Sequence[Optimizer]) -> str:
-    """The learning rates that the optimizers' schedules rise to, `lr 0.01` or `lr 0.01 to 0.05`, for people."""
+    """Return the peak learning rates of the optimizers' schedules as text: `lr 0.01`, or `lr 0.01 to 0.05`.
+
+    Args:
+        optimizers: the run's optimizers, `trainer.optimizers`, with one parameter group at least.
+    """
     peaks = set(learning_rates(optimizers))
     return f"lr {min(peaks):g}" + f" to {max(peaks):g}" * (len(peaks) > 1)
 
@@ -65,12 +71,12 @@ def peak_lr(optimizers: Sequence[Optimizer]) -> str:
 def start_lines(
     config: Config, splits: Splits, module: nn.Module, fresh: Iterable[str], folder: Path, chosen: str, lr: str
 ) -> list[str]:
-    """What is trained, on what, by which step and for how long; the run's folder last.
+    """Return a run's first lines: model, data, step, length and folder.
 
     Args:
         fresh: names of the tensors that `init_from` has not filled.
-        chosen: what was chosen for speed.
-        lr: the optimizer's peak learning rate.
+        chosen: the choices for speed, as text.
+        lr: the optimizer's peak learning rate, as text.
     """
     if config.lr_scaling != "none" and lr == f"lr {config.step_lr:g}":
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
@@ -85,13 +91,13 @@ def start_lines(
 
 
 def headline(config: Config, splits: Splits, folder: Path) -> str:
-    """A run as a text of a dashboard, which adds the learning rate."""
+    """Return the description of a run for a dashboard, which adds the learning rate."""
     parts = [*step_parts(config), length_text(config, len(splits.train)), config.precision]
     return "\n".join([*wrap_parts(*parts), str(folder)])
 
 
 def wrap_parts(*parts: str) -> list[str]:
-    """The parts in lines of at most WIDTH columns, as far as each of them is shorter."""
+    """Join parts to lines of at most WIDTH columns. A longer part gets a line of its own."""
     lines: list[str] = []
     for part in filter(None, parts):
         if lines and len(lines[-1]) + len(part) + 3 <= WIDTH:
@@ -102,7 +108,7 @@ def wrap_parts(*parts: str) -> list[str]:
 
 
 def step_parts(config: Config) -> list[str]:
-    """The step, and the layout that takes it."""
+    """Return texts about the step and its layout."""
     layout = config.layout
     parts = [layout.describe(), f"{layout.strategy} on {layout.accelerator}"]
     if layout.exact:
@@ -111,7 +117,7 @@ def step_parts(config: Config) -> list[str]:
 
 
 def length_text(config: Config, samples: int) -> str:
-    """How long a run is, and which key ends it."""
+    """Return the length of a run, and the key that limits it, as text."""
     epoch = DataOrder(samples, config.layout, config.seed).steps_per_epoch
     whole = run_length(config, samples)
     limit = {"max_steps": whole.steps, "max_epochs": whole.epochs}[whole.ends_by]
@@ -119,8 +125,10 @@ def length_text(config: Config, samples: int) -> str:
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of a module's parameters (elements, not tensors): `fresh` ones are initialised anew where others came
-    from a file, and are among those trained or frozen."""
+    """Numbers of a module's parameters, counted in elements.
+
+    `fresh` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
+    """
 
     trained: int
     frozen: int
@@ -131,8 +139,7 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
     """Return how many parameters of a module are trained, frozen and newly initialised.
 
     Args:
-        fresh: names of the tensors that a file has not filled, `LoadedWeights.fresh`; others than parameters are left
-            out.
+        fresh: names of the tensors that a file has not filled, see `LoadedWeights.fresh`. Names of buffers are ignored.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
     new = set(fresh)
@@ -142,7 +149,7 @@ def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterC
 
 
 def parameters_text(module: nn.Module, fresh: Iterable[str]) -> str:
-    """How many parameters a module has; how many of them are frozen, and how many no file has filled."""
+    """Return the numbers of all, frozen and newly initialised parameters of a module, as text."""
     counts = parameter_counts(module, fresh)
     total = f"{counts.trained + counts.frozen:,} parameters"
     parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
@@ -151,21 +158,21 @@ def parameters_text(module: nn.Module, fresh: Iterable[str]) -> str:
 
 
 def data_counts(splits: Splits) -> list[str]:
-    """Samples of the three parts, and the classes; with their counts in training where that is short."""
+    """Return texts about the sizes of the splits and the classes. Few classes are listed with their sample counts."""
     sizes = ", ".join(f"{name} {size:,}" for name, size in splits.sizes.items() if size is not None)
     names = splits.spec.classes
     if len(names) < 2:
         return [sizes]
     classes = f"{len(names)} classes"
     counts = splits.class_counts() if len(names) * 4 <= CLASSES_WIDTH else None
-    if counts is not None and not all(name.isdecimal() for name in names):  # digits are no names
+    if counts is not None and not all(name.isdecimal() for name in names):  # names that are numbers say nothing new
         each = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         classes += f": {each}" * (len(each) <= CLASSES_WIDTH)
     return [sizes, classes]
 
 
 def labels_in(dataset: Any, num_classes: int) -> Ids | None:
-    """The labels of all samples; None where they are not one class each."""
+    """Return the class of each sample, int64 [n]; None if the labels are not one valid class each."""
     try:
         labels = labels_of(dataset)
     except UserError:
@@ -177,7 +184,7 @@ def labels_in(dataset: Any, num_classes: int) -> Ids | None:
 
 
 def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) -> list[str]:
-    """What a completed run leaves behind, and what can be done with it. Nothing of a sweep's job: the sweep tells."""
+    """Return the lines about the files of a completed run and their use. A sweep's job has none."""
     if (folder.parent / "multirun.yaml").exists():
         return []
     run, outputs = short_path(folder), short_path(config.outputs)
@@ -189,9 +196,11 @@ def end_lines(config: Config, folder: Path, callbacks: Iterable[pl.Callback]) ->
 
 
 def chance_level_line(metrics: Mapping[str, float], splits: Splits, lr: str) -> str | None:
-    """A line about a run whose test accuracy, or where nothing is tested its validation accuracy, is what a guess has:
-    that of the most common class, or within a few standard deviations of 1 / classes. None for any other run, and where
-    samples have no class."""
+    """Return a warning for a run whose accuracy is that of a guess; None for any other run.
+
+    A guess is the most common class, or any accuracy within a few standard deviations of 1 / classes. The accuracy is
+    that of the test, or of validation if nothing is tested. Where samples have no class there is no warning.
+    """
     split = next((split for split in ("test", "val") if f"{split}/acc" in metrics), None)
     num_classes = splits.spec.num_classes
     dataset = getattr(splits, split) if split else None

@@ -1,4 +1,4 @@
-"""How long a run is: the epochs and the steps at most, and which of them ends it."""
+"""Compute how many steps and epochs a run has, and which key ends it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,11 +9,11 @@ from lockstep.config.check import Config
 
 @dataclass(frozen=True)
 class RunLength:
-    """A whole run, from its first step, whichever checkpoint it continues from."""
+    """The length of a whole run, counted from its first step, also where it continues from a checkpoint."""
 
     steps: int  # optimizer steps
     epochs: int  # passes over the training set; the last one may be cut short
-    ends_by: Literal["max_epochs", "max_steps"]  # the key whose limit is reached first; both at once: max_steps
+    ends_by: Literal["max_epochs", "max_steps"]  # the key whose limit comes first; max_steps if both do
 
 
 def run_length(config: Config, samples: int) -> RunLength:

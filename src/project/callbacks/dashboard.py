@@ -1,4 +1,4 @@
-"""Curves of what Meter measured, against optimizer steps, and TensorBoard's first page."""
+"""Write the measurements of Meter to the loggers, and fill TensorBoard's first page."""
 
 import time
 from collections.abc import Mapping
@@ -14,20 +14,22 @@ from lockstep import Interrupted, UserError, exclude_from_timing, find_meter, hy
 from project.callbacks.first_page import PICTURE, boards, draw, write
 
 PICTURE_SECONDS = 60.0  # least time between two pictures of the run
-MOST_POINTS = 1000  # of a training curve in the picture
+MOST_POINTS = 1000  # most points of a training curve in the picture
 
 
 class Dashboard(Callback):
-    """Writes to the Trainer's loggers, from rank zero, whenever `Meter` has measured: what `Meter.latest` holds, and
-    `train/lr` and `train/grad_norm` (global norm of the step's gradient after all sums, before clipping) of that step.
+    """Writes measurements to the loggers from rank zero, whenever `Meter` has measured.
 
-    TensorBoard also gets what `first_page` has: the run in one picture (`view/run`: status, best validation, test,
-    speed, loss and accuracy; after a validation once a minute at most, and at the end), the page of curves that matter,
-    start-up line and config as text, the values of a row of the HParams page. Other loggers get the
-    hyper-parameters of that row.
+    The values are those of `Meter.latest`, and `train/lr` and `train/grad_norm` of the measured step.
+    (`train/grad_norm` is the global norm of the step's gradient after all sums and before clipping.)
+
+    TensorBoard also gets the parts of `first_page`: a picture of the run (`view/run`, with status, best validation,
+    test, speed, loss and accuracy), a page of the most important curves, the description and the config as text, and a
+    row of the HParams page. The picture is drawn after validations, once a minute at most, and at the end. Other
+    loggers get the hyper-parameters.
 
     Args:
-        config: resolved config, plain containers.
+        config: the resolved config as plain containers.
         headline: step, layout and length of the run.
     """
 
@@ -37,13 +39,13 @@ class Dashboard(Callback):
         self._config = config
         self._headline = headline
         self._next_picture = time.monotonic() + PICTURE_SECONDS
-        self._curves: dict[str, list[tuple[int, float]]] = {}  # of the picture, since the run began
-        self._step: dict[str, Any] = {}  # lr and gradient of a step that will be measured
+        self._curves: dict[str, list[tuple[int, float]]] = {}  # points (step, value) by tag since the run began
+        self._step: dict[str, Any] = {}  # lr and gradient norm of the measured step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         meter = find_meter(trainer)
         if meter is None:
-            raise UserError("callbacks.dashboard shows what callbacks.meter measures: keep that one")
+            raise UserError("callbacks.dashboard needs callbacks.meter: keep both, or leave both out")
         self._meter = meter
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -53,7 +55,7 @@ class Dashboard(Callback):
             if isinstance(logger, TensorBoardLogger):
                 about = f"{self._headline}\n{peak_lr(trainer.optimizers)}"
                 write(logger.experiment, trainer.global_step, self._config, about)
-            elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # there they can't be changed
+            elif not (trainer.global_step and isinstance(logger, MLFlowLogger)):  # MLflow's can't change
                 logger.log_hyperparams(dict(hyper_parameters(self._config)))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -68,12 +70,12 @@ class Dashboard(Callback):
             return
         with exclude_from_timing(trainer):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}
-            # What the module itself logs against steps is there already, by Lightning's hand.
+            # Lightning has already sent the values that the module itself logs at steps.
             shown = {tag: value for tag, value in shown.items() if tag not in trainer.logged_metrics}
             self._add_points(trainer.global_step, self._meter.latest, "train/")
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **shown}, trainer.global_step)
-                if not isinstance(logger, TensorBoardLogger):  # which writes by itself
+                if not isinstance(logger, TensorBoardLogger):  # TensorBoard's writer saves by itself
                     logger.save()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,7 +98,7 @@ class Dashboard(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         interrupted = isinstance(exception, Interrupted | KeyboardInterrupt)
-        with suppress(OSError):  # a full disk, say
+        with suppress(OSError):  # the disk may be full
             self._picture(trainer, "interrupted" if interrupted else "failed")
 
     def _add_points(self, step: int, metrics: Mapping[str, float], split: str) -> None:
@@ -127,6 +129,6 @@ class Dashboard(Callback):
         self._curves = state_dict["curves"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # What was drawn before a checkpoint is never drawn again, so it must be on the disk.
+        # A resumed run does not draw earlier points again, so they must be on the disk.
         for board in boards(trainer) if trainer.is_global_zero else []:
             board.experiment.flush()

@@ -13,7 +13,7 @@ def test_bits_that_flip_in_silence_are_seen() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 faults" in done.stdout
     assert "computed a wrong gradient" in done.stdout
-    assert "sends or gets comes wrong again" in done.stdout
+    assert "sends or gets is damaged again" in done.stdout
     assert "differs from its ledger" in done.stdout
 
 

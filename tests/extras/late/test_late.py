@@ -94,7 +94,7 @@ def test_killed_it_goes_on_with_the_gradients_under_way(project: Path, tmp_path:
         refused = go_on(project, cut, "extras.late.steps=1", ok=False)
         assert refused.returncode == 2
         assert "extras.late.steps=1: " in refused.stderr
-        assert "holds 2 gradients under way; give extras.late.steps=2 or more" in refused.stderr
+        assert "holds 2 late gradients: use extras.late.steps=2 or more" in refused.stderr
     resumed = go_on(project, cut, *(DP if exact == "true" else DDP))
     assert same_bits(resumed, undisturbed)
 

@@ -134,8 +134,8 @@ def test_the_user_says_where_stages_begin() -> None:
     assert stage_starts(module, parts, (2, "pool"), 3) == [2, 4]
     for split, wrong in (
         (("pol",), "there is no part pol; known: 0 to 9, or conv1, relu1, "),
-        ((0,), "must be the 1 parts"),
-        ((2, 4), "must be the 1 parts"),
+        ((0,), "must name the first part of each later stage, 1 in all"),
+        ((2, 4), "must name the first part of each later stage, 1 in all"),
     ):
         with pytest.raises(UserError, match=wrong):
             stage_starts(module, parts, split, 2)
@@ -178,11 +178,11 @@ def test_exact_sums_of_stages_are_those_of_the_whole() -> None:
 
 def test_what_a_step_can_not_do_is_refused(project: Path, tmp_path: Path) -> None:
     says = {
-        "Views": "training_step calls forward() more than once",
-        "Past": "training_step must call self(x), which passes all stages",
-        "Penalty": "training_step uses net.1.bias outside of forward(), and another device holds it",
-        "Spare": "Spare is no network in a row that could be cut: it needs an nn.Sequential as its only",
-        "Disorder": "the parts of Disorder one after the other don't give what its forward() does",
+        "Views": "training_step must call forward() once only",
+        "Past": "training_step called no self(x): it must call self(x)",
+        "Penalty": "training_step uses net.1.bias, which is on another device: ",
+        "Spare": "Spare can't be cut into stages: it needs an nn.Sequential as its only",
+        "Disorder": "the parts of Disorder in order don't give the result of its forward()",
     }
     must_refuse(project, tmp_path, PIPELINE, says)
 

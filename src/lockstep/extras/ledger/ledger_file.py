@@ -1,8 +1,9 @@
-"""The lines of `ledger.jsonl`.
+"""Write and read `ledger.jsonl`.
 
-A line is written after its checkpoint, which holds it too: what a kill has left out, or what lies beyond the checkpoint
-that the run goes on from, is put right by the next life. Weights are reproducible on the same layout in any case, and
-on every layout under `exact=true`; so the ledger needs it not, and names the layout where it counts.
+A line is written after its checkpoint, which stores the line too. So the next start can repair the file: it adds a line
+that a kill prevented, and removes lines after the checkpoint from which the run continues. Weights can be reproduced on
+the same layout without `exact=true`, and on every layout with it. So the ledger does not need `exact=true`, and records
+the layout where the bits depend on it.
 """
 
 import hashlib
@@ -26,25 +27,25 @@ from lockstep.run.summary import weights_sha256
 
 LOG = logging.getLogger("lockstep")
 NAME = "ledger.jsonl"
-ENCODING = "latin-1"  # any bytes are text in it; our own lines are ASCII
-MOST = 1 << 28  # bytes of a ledger that is read: half a million lines
-# Keys of the front page that decide about no bit of the weights; of the layout, see `decisive_config`.
+ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII
+MOST = 1 << 28  # most bytes of a ledger to read: half a million lines
+# Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.
 BESIDE = (
     *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
-# What a checkpoint holds, beside weights, that the next step follows from: of Lightning, and its loss scaler and EMA.
+# The parts of a checkpoint, beside the weights, that affect the next step: of Lightning, its loss scaler and EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
 
 class LedgerFile:
-    """Write the file. Rank zero has one; all but the constructor is called by the thread that writes checkpoints.
+    """Writes the file. Only rank zero has one. The thread that writes checkpoints calls its methods.
 
     Args:
-        folder: the run's.
-        resumed: the checkpoint that the run goes on from; empty: none.
-        weights: the module's state_dict as the run begins.
+        folder: the run's folder.
+        resumed: the checkpoint from which the run continues; empty: none.
+        weights: the module's state_dict at the start.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class LedgerFile:
         self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
         self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
         self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
-        self._last: dict[str, Any] | None = None  # the line before; None until the file has been put right
-        self._changed = False  # what the run is about, since that line
-        self._begin = self._end = 0  # where it lies in the file
+        self._last: dict[str, Any] | None = None  # the last line; None until the file is repaired
+        self._changed = False  # whether `_about` differs from the file
+        self._begin = self._end = 0  # the last line's bytes in the file
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a checkpoint, under `ledger`, the line that `after_write` is to write."""
+        """Add the line that `after_write` will write to a checkpoint, under `ledger`."""
         before, step = self.repair(), checkpoint["global_step"]
-        again = before["step"] == step and not self._changed  # the newer checkpoint takes the older one's place
+        again = before["step"] == step and not self._changed  # a second checkpoint of a step replaces the first
         self._end = self._begin if again else self._end
         since = before["since"] if again else before["step"]
         chain = before["before"] if again else line_sha256(text_of(before))
@@ -74,13 +75,16 @@ class LedgerFile:
         checkpoint["ledger"] = text_of(line)
 
     def after_write(self) -> None:
-        """Write the line of the checkpoint that is now on the disk."""
+        """Write the line of the checkpoint that has just been written."""
         assert self._last is not None
         self._write(self._end, text_of(self._last))
 
     def repair(self) -> dict[str, Any]:
-        """Puts the file right, once: what is beyond the checkpoint that the run goes on from is cut, its own line is
-        added where that is missing, and without either a new ledger begins. Returns the last line."""
+        """Repair the file, at the first call. Return its last line.
+
+        Lines after the checkpoint from which the run continues are removed. The checkpoint's own line is added if it is
+        missing. If the file has neither this line nor the one before it, a new ledger begins.
+        """
         if self._last is not None:
             return self._last
         self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
@@ -98,20 +102,20 @@ class LedgerFile:
             opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
             valid_lines = [text_of(opening)]
             if self._opening["step"]:
-                LOG.warning("%s begins anew after step %d: it lacks the lines before", NAME, self._opening["step"])
+                LOG.warning("%s has no lines up to step %d: a new ledger begins there", NAME, self._opening["step"])
         self._end = sum(len(line) + 1 for line in valid_lines[:-1])
         self._write(self._end, valid_lines[-1])
         self._last = parse_line(valid_lines[-1])
         return self._last
 
     def _facts(self, again: bool, before: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
-        """The config's hash; what the run is about, where the file does not say it yet."""
+        """Return the config's hash, and `_about` if the file does not have it yet."""
         facts: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
         facts |= {"about": before["about"]} if again and "about" in before else {}
         return {"config_sha256": config_sha256(self._about["config"]), **facts}
 
     def _write(self, at: int, line: str) -> None:
-        """Makes a line the file's last one, from byte `at` on."""
+        """Write a line at byte `at`, and make it the last one of the file."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -126,7 +130,7 @@ class LedgerFile:
 
 
 class RepairLedger(Callback):
-    """Puts the ledger right at a run's end, where nothing was left to train and no checkpoint was written."""
+    """Repairs the ledger at the end of a run that had nothing left to train and so wrote no checkpoint."""
 
     def __init__(self, ledger: LedgerFile) -> None:
         self.ledger = ledger
@@ -136,7 +140,7 @@ class RepairLedger(Callback):
 
 
 def decisive_config(config: Config) -> dict[str, Any]:
-    """The part of a config that the weights' bits follow from, as it was resolved: without `exact`, the layout too."""
+    """Return the part of the resolved config that affects the weights' bits. Without `exact` it has the layout too."""
     layout, record = config.layout, config.record
     decisive = {key: value for key, value in record.items() if key not in BESIDE}
     callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
@@ -158,7 +162,7 @@ def decisive_config(config: Config) -> dict[str, Any]:
 
 
 def _may_change(name: str, options: Mapping[str, Any]) -> bool:
-    """Return whether a callback may change the weights: its class has no `changes_weights = False`."""
+    """Check whether a callback may change the weights: its class has no `changes_weights = False`."""
     target = locate(f"callbacks.{name}._target_", str(options.get("_target_")))
     return bool(getattr(target, "changes_weights", True))
 
@@ -167,10 +171,10 @@ def _may_change(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a ledger; one that a kill has cut short is left out.
+    """Return the lines of a ledger, without a last line that a kill has cut short.
 
     Raises:
-        UserError: it can't be read.
+        UserError: The file can't be read.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
@@ -178,12 +182,12 @@ def read(path: Path) -> list[str]:
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
     if len(content) > MOST:
-        raise UserError(f"{path}: longer than any ledger, more than {MOST >> 20} MiB")
+        raise UserError(f"{path} is too long for a ledger: it must have at most {MOST >> 20} MiB")
     return content.decode(ENCODING).split("\n")[:-1]
 
 
 def parse_line(line: str) -> dict[str, Any]:
-    """A line of a ledger; empty where it is none."""
+    """Return the content of a ledger's line; empty if the line is not valid."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -205,7 +209,7 @@ def config_sha256(config: Mapping[str, Any]) -> str:
 
 
 def samples_sha256(order: DataOrder, since: int, step: int) -> str:
-    """SHA-256 over the sample ids, int64, of the optimizer steps after `since` up to `step`, in their order."""
+    """Return the SHA-256 over the sample ids, int64, of the optimizer steps after `since` up to `step`, in order."""
     sha256 = hashlib.sha256()
     for position in map(order.position, range(since, step)):
         sha256.update(order.step(*position).astype("<i8").tobytes())
@@ -213,8 +217,10 @@ def samples_sha256(order: DataOrder, since: int, step: int) -> str:
 
 
 def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    """Of a checkpoint's weights, and of what else the next step follows from: the optimizer's and the schedule's state,
-    gradients under way."""
+    """Return the hashes of a checkpoint: of its weights, and of the other state that affects the next step.
+
+    That state is the optimizer's, the schedule's and the late gradients.
+    """
     loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.state_dict", {})
     state = {name: checkpoint[name] for name in STATE if name in checkpoint}
     state["waiting"] = loop.get("gradients", {}).get("waiting", [])
@@ -225,6 +231,7 @@ def hashes(checkpoint: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
+    """Yield bytes that identify a value, for a hash."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{list(value.shape)}".encode()
         yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
