@@ -60,7 +60,7 @@ class Until(Preemption):
 
 
 @dataclass(frozen=True)
-class Life:
+class Part:
     """A part of a run in which everything that determines its bits stayed the same.
 
     Attributes:
@@ -81,7 +81,7 @@ class Life:
         return self.splits.order(self.config.layout, self.config.seed)
 
 
-def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
+def part_of_run(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Part:
     """Return a part of a run from its ledger, to be computed on the layout of `raw`.
 
     Args:
@@ -123,14 +123,14 @@ def life(about: Mapping[str, Any], raw: Mapping[str, Any], path: Path) -> Life:
             ]
         )
         raise UserError(f"{path}: without exact=true a run has the same bits only on its own layout: use {layout}")
-    return Life(about, config)
+    return Part(about, config)
 
 
 SENDING = ("sync_batchnorm", "compression")  # options of a strategy that change the weights
 SAVING = {"_target_": "lockstep.callbacks.Checkpoint", "monitor": None}
 
 
-def recompute(part: Life, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
+def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path) -> dict[int, dict[str, Any]]:
     """Train from a checkpoint, or from the seed, up to the last of `steps`.
 
     The last checkpoint stays in `folder`.

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from pydantic import Field
-from recomputing import Life, first_difference, life, recompute
+from recomputing import Part, first_difference, part_of_run, recompute
 
 from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint.compatible import differences
@@ -92,8 +92,8 @@ def look(raw: dict[str, Any], folder: Path) -> None:
     if not path.is_file():
         raise UserError(f"run={run} has no {NAME}: start a run with extras=[ledger]")
     lines = chained(path)
-    lives = lives_of(lines, raw, path)
-    for line, part in zip(lines[1:], lives[1:], strict=True):
+    parts = parts_of(lines, raw, path)
+    for line, part in zip(lines[1:], parts[1:], strict=True):
         since, step = line["since"], line["step"]
         if step - since > MOST_STEPS or line.get("samples_sha256") != samples_sha256(part.order, since, step):
             raise Different(f"step {step}: the samples of steps {since + 1} to {step} are not those of the seed")
@@ -102,16 +102,16 @@ def look(raw: dict[str, Any], folder: Path) -> None:
     spans = [(max(start for start in starts if start < step), step) for step in steps]
     wrong: dict[int, str] = {}
     for start, step in spans:
-        differing = compare(lines, lives, start, starts, step, folder / "again")
+        differing = compare(lines, parts, start, starts, step, folder / "again")
         shutil.rmtree(folder / "again", ignore_errors=True)
         print(f"steps {start} to {step}: {next(iter(differing.values()), 'the same bits')}", flush=True)
         wrong |= differing
-    for note in other_here(lives[-1].about):
+    for note in other_here(parts[-1].about):
         print(f"note: {note}")
     if wrong:
         first = min(wrong)
         raise Different(f"{run}: step {first} differs from its ledger: {wrong[first]}")
-    conclude(lines, lives, spans)
+    conclude(lines, parts, spans)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -145,35 +145,35 @@ def chained(path: Path) -> list[Line]:
     return lines
 
 
-def lives_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Life]:
+def parts_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Part]:
     """Return, for each line, the part of the run that it ends.
 
     Raises:
         Different: the config does not have the recorded hash, or the data differ on this machine.
     """
-    lives: list[Life] = []
+    parts: list[Part] = []
     for line in lines:
         if "about" in line:
-            part = life(line["about"], raw, path)
+            part = part_of_run(line["about"], raw, path)
             if part.about.get("data") != part.splits.fingerprint:
                 data = shown(part.about.get("data"))[:12]
                 raise Different(
                     f"{path}: other data: their fingerprint is {part.splits.fingerprint[:12]} in "
                     f"{part.config.data_dir}, and {data} in the ledger from step {line['since']} on"
                 )
-            if lives:
-                print(f"note: after step {line['since']} the run changed: {changes(lives[-1], part)}")
-        elif not lives:
+            if parts:
+                print(f"note: after step {line['since']} the run changed: {changes(parts[-1], part)}")
+        elif not parts:
             raise Different(f"{path}: its first line does not describe the run: it was changed")
         else:
-            part = lives[-1]
+            part = parts[-1]
         if line.get("config_sha256") != config_sha256(part.about["config"]):
             raise Different(f"{path}: step {line['step']} has the hash of another config")
-        lives.append(part)
-    return lives
+        parts.append(part)
+    return parts
 
 
-def changes(before: Life, now: Life) -> str:
+def changes(before: Part, now: Part) -> str:
     """Return what differs between two parts of a run, in words."""
     parts = []
     for name in sorted({*before.about, *now.about} - {"data_dir"}):
@@ -244,7 +244,7 @@ def choose(
 
 
 def compare(
-    lines: Sequence[Line], lives: Sequence[Life], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
+    lines: Sequence[Line], parts: Sequence[Part], start: int, starts: Mapping[int, Path | None], step: int, folder: Path
 ) -> dict[int, str]:
     """Compute from one recorded step to another and compare at each recorded step in between.
 
@@ -260,7 +260,7 @@ def compare(
         raise UserError(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
     try:
         check_checkpoint(starts[start], lines[first])
-        computed = recompute(lives[first + len(within)], starts[start], [line["step"] for line in within], folder)
+        computed = recompute(parts[first + len(within)], starts[start], [line["step"] for line in within], folder)
         for line in within:
             saved, again = check_checkpoint(starts.get(line["step"]), line), computed.get(line["step"], {})
             if odd := [word for key, word in HASHES.items() if again.get(key) != line.get(key)]:
@@ -293,9 +293,9 @@ def check_checkpoint(path: Path | None, line: Line) -> dict[str, Any]:
     return checkpoint
 
 
-def conclude(lines: Sequence[Line], lives: Sequence[Life], spans: Sequence[tuple[int, int]]) -> None:
+def conclude(lines: Sequence[Line], parts: Sequence[Part], spans: Sequence[tuple[int, int]]) -> None:
     """Print what is proven and what is not."""
-    layout, last = lives[-1].config.layout, lines[-1]["step"]
+    layout, last = parts[-1].config.layout, lines[-1]["step"]
     where = f"{layout.strategy} on {layout.num_devices} devices" if layout.num_devices > 1 else "one device"
     again = len({step for start, end in spans for step in range(start, end)})
     named = join_names((f"{start} to {end}" for start, end in spans), 8)

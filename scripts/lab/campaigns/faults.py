@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from resource import RLIMIT_FSIZE, prlimit
 
-from campaigns.lives import Life
+from campaigns.processes import Process
 
 FULL = 1 << 18  # largest file in bytes on a full disk: less than a checkpoint
 
@@ -18,7 +18,7 @@ class Fault:
     """A fault.
 
     Attributes:
-        whom: the target: a `rank`, the `parent`, or `all`. With `disk` there is no signal; the parent and the workers
+        target: a `rank`, the `parent`, or `all`. With `disk` there is no signal; the parent and the workers
             get a full disk. Their loader processes do not, because they use shared memory, which counts for that limit.
         signals: sent one after the other.
         codes: exit codes that the fault may cause, besides 0 for a run that was already complete.
@@ -28,28 +28,28 @@ class Fault:
     """
 
     name: str
-    whom: str
+    target: str
     signals: tuple[int, ...]
     codes: tuple[int, ...]
     pause: float = 0.0
     later: bool = False
     damage: bool = False
 
-    def strike(self, life: Life, rng: Random) -> str:
+    def strike(self, process: Process, rng: Random) -> str:
         """Inject the fault. Return the target in words, or an empty string if it had already ended."""
-        ranks = life.ranks()
-        if self.whom == "disk":
-            for pid in (life.pid, *ranks):
+        ranks = process.ranks()
+        if self.target == "disk":
+            for pid in (process.pid, *ranks):
                 with suppress(ProcessLookupError):
                     prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
             return f"at {FULL >> 10} kB"
         number = rng.randrange(len(ranks) or 1)
-        pids = {"rank": ranks[number : number + 1], "parent": [life.pid], "all": [*life.members()]}[self.whom]
+        pids = {"rank": ranks[number : number + 1], "parent": [process.pid], "all": [*process.members()]}[self.target]
         for at, signum in enumerate(self.signals):
             time.sleep(rng.uniform(0, self.pause) if at else 0)
-            life.strike(signum, *pids)
+            process.strike(signum, *pids)
         named = {"rank": f"rank {number}", "parent": "parent", "all": f"all {len(pids)}"}
-        return named[self.whom] if pids else ""
+        return named[self.target] if pids else ""
 
 
 KILL, TERM, INT, USR1 = (signal.SIGKILL,), (signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,)

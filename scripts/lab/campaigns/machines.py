@@ -14,7 +14,7 @@ from typing import Any
 
 from campaigns.campaign import GONE, Campaign, schedule
 from campaigns.faults import KILLED
-from campaigns.lives import Life
+from campaigns.processes import Process
 from network.machines import Machines
 
 from lockstep.checkpoint import io as checkpoint_io
@@ -46,7 +46,7 @@ class SeveralMachines(Campaign):
         self.arguments = [*self.job, "strategy=ddp", "hang_timeout=10", *pace]
         self.server = 0  # the machine that serves torchrun's store
         self.folder: Path | None = None  # of a run to resume, relative to each machine's home
-        self.lives: dict[int, Life] = {}
+        self.processes: dict[int, Process] = {}
 
     def go(self) -> None:
         self.undisturbed()
@@ -57,9 +57,9 @@ class SeveralMachines(Campaign):
             while self._whole() and self.faults:
                 kind, at = self.faults.pop(0), time.monotonic()
                 self.struck.append(kind)
-                after, whom = self.lives[0].age, self._strike(kind)
+                after, hit = self.processes[0].age, self._strike(kind)
                 whole = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
-                self.print_line(f"{kind} ({whom}) after {after:.1f} s", whole)
+                self.print_line(f"{kind} ({hit}) after {after:.1f} s", whole)
             if self.faults:
                 self.problem(f"the run ended before {len(self.faults)} faults")
             self.last_fault.touch()
@@ -67,9 +67,9 @@ class SeveralMachines(Campaign):
                 self._ended(number, 0)
             self._check_homes()
         finally:
-            for number, life in self.lives.items():
+            for number, process in self.processes.items():
                 self.machines.kill(number)
-                life.close()
+                process.close()
 
     def _start(self, number: int) -> None:
         home = self.homes[number]
@@ -80,15 +80,15 @@ class SeveralMachines(Campaign):
         engine += [f"--rdzv-conf=is_host={int(number == self.server)},{RENDEZVOUS}"]
         command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
         overrides = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
-        self.lives[number] = Life([*overrides, f"outputs={home}"], elsewhere=command)
+        self.processes[number] = Process([*overrides, f"outputs={home}"], elsewhere=command)
 
     def _strike(self, kind: str) -> str:
         """Inject a fault. Return its target in words."""
-        everybody = list(self.lives)
+        everybody = list(self.processes)
         number = self.rng.choice([each for each in everybody if each != self.server])
         if kind == "worker killed":
             number = self.rng.choice(everybody)
-            self.lives[number].strike(SIGKILL, *self._workers(number))
+            self.processes[number].strike(SIGKILL, *self._workers(number))
         elif kind in LINKS:
             self.machines.link(number, up=False)
             time.sleep(LINKS[kind])
@@ -120,16 +120,16 @@ class SeveralMachines(Campaign):
         for number in range(len(self.homes)):
             self._start(number)
         self._whole()
-        output = "\n".join(life.text for life in self.lives.values())
+        output = "\n".join(process.text for process in self.processes.values())
         if max(map(int, re.findall(r"resumes after step (\d+)", output)), default=0) < newest:
             self.problem(
                 f"a machine has a checkpoint of step {newest}, but the run did not resume from it",
-                self.lives[self.server],
+                self.processes[self.server],
             )
 
     def _workers(self, number: int) -> list[int]:
         """Return the pids that torchrun has started on a machine."""
-        pid = self.lives[number].pid
+        pid = self.processes[number].pid
         with suppress(OSError):
             return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return []
@@ -142,32 +142,32 @@ class SeveralMachines(Campaign):
         since, until = 0.0, time.monotonic() + PATIENCE
         while time.monotonic() < until:
             time.sleep(0.1)
-            if any(life.code is not None for life in self.lives.values()):
+            if any(process.code is not None for process in self.processes.values()):
                 return False
-            if not all(map(self._workers, self.lives)):
+            if not all(map(self._workers, self.processes)):
                 since = 0.0
                 continue
             since = since or time.time()
             if all(any(file.stat().st_mtime > since for file in home.rglob("last.ckpt")) for home in self.homes):
                 return True
-        self.problem(f"not all machines compute after {PATIENCE} s", self.lives[self.server])
+        self.problem(f"not all machines compute after {PATIENCE} s", self.processes[self.server])
         return False
 
     def _ended(self, number: int, *codes: int) -> None:
         """Wait for the end of a machine's torchrun, and check it."""
-        life = self.lives[number]
-        life.wait(PATIENCE)
-        if life.code not in codes:
-            self.problem(f"{self.machines.names[number]}: exit code {life.code}, not {codes[0]}", life)
-        if life.code == 0 and "Traceback" in life.text:  # torchrun prints one itself if it fails
-            self.problem("a traceback on the console", life)
+        process = self.processes[number]
+        process.wait(PATIENCE)
+        if process.code not in codes:
+            self.problem(f"{self.machines.names[number]}: exit code {process.code}, not {codes[0]}", process)
+        if process.code == 0 and "Traceback" in process.text:  # torchrun prints one itself if it fails
+            self.problem("a traceback on the console", process)
         until = time.monotonic() + GONE
         while self.machines.processes(number) and time.monotonic() < until:
             time.sleep(0.1)
         if left := self.machines.processes(number):
-            self.problem(f"{len(left)} processes left behind on {self.machines.names[number]}", life)
+            self.problem(f"{len(left)} processes left behind on {self.machines.names[number]}", process)
             self.machines.kill(number)
-        life.close()
+        process.close()
 
     def _check_homes(self) -> None:
         """Check that one machine has the undisturbed run's end, and all the same last checkpoint."""

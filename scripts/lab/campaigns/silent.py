@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from campaigns.campaign import HOUR, Campaign, schedule, summary_of
 from campaigns.flips import NAME, PLACES
-from campaigns.lives import Life
+from campaigns.processes import Process
 from common.showing import markdown
 
 from lockstep.extras.ledger.ledger_file import NAME as LEDGER
@@ -122,17 +122,17 @@ class Silent(Campaign):
         """Run the job. Return the exit code and the folder of the run."""
         home = self.home / f"run_{self.runs}"
         self.runs += 1
-        with closing(Life([*self.job, f"outputs={home}", *overrides])) as life:
-            life.wait(HOUR)
+        with closing(Process([*self.job, f"outputs={home}", *overrides])) as process:
+            process.wait(HOUR)
             for folder in home.glob("*/*"):
-                return life.code, folder
-            raise SystemExit(f"no run: {life.text}")
+                return process.code, folder
+            raise SystemExit(f"no run: {process.text}")
 
     def _verified(self, folder: Path) -> str:
         """Return the error of verify.py on the steps of a run, or an empty string."""
         steps = f"steps=[{recorded(folder)[-1][0]}]"
-        with closing(Life([f"run={folder}", f"outputs={self.home}", steps], "verify")) as life:
-            return life.text.partition("error: ")[2].strip() if life.wait(HOUR) else ""
+        with closing(Process([f"run={folder}", f"outputs={self.home}", steps], "verify")) as process:
+            return process.text.partition("error: ")[2].strip() if process.wait(HOUR) else ""
 
 
 def forget(folder: Path) -> None:

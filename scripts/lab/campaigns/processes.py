@@ -22,7 +22,7 @@ MOST = 1 << 20  # most bytes to read of the output
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
-class Life:
+class Process:
     """One execution of `src/train.py`, or of scripts/verify.py.
 
     Args:
@@ -37,7 +37,7 @@ class Life:
         self.arguments = list(arguments)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         process_arguments = (program, self.arguments, elsewhere, self._output.fileno())
-        self._process = multiprocessing.get_context("fork").Process(target=_live, args=process_arguments)
+        self._process = multiprocessing.get_context("fork").Process(target=_run_in_fork, args=process_arguments)
         self._process.start()
         self.pid = self._process.pid or 0
         self._began = time.monotonic()
@@ -115,7 +115,7 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _live(program: str, arguments: list[str], elsewhere: Sequence[str], output: int) -> None:
+def _run_in_fork(program: str, arguments: list[str], elsewhere: Sequence[str], output: int) -> None:
     """Do in a fork what `python src/train.py` does."""
     os.setsid()
     os.dup2(output, 1)
