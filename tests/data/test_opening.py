@@ -116,7 +116,7 @@ def test_what_is_no_source_and_what_is_no_item_is_said_in_a_line() -> None:
     assert "train = Pictures(...); test = Pictures(...); return Source(train, test, Spec(" in one_line(error)
     with pytest.raises(
         UserError,
-        match=r"returned a Fraction: it must return a lockstep\.Source or a LightningDataModule \(docs/use/own-data\.md\)$",
+        match=r"returned a Fraction: it must return a lockstep\.Source or a LightningDataModule \(docs/use/own",
     ):
         open_data({"_target_": "fractions.Fraction"}, "nowhere")
     pictures = open_data({"_target_": f"{__name__}.of_pictures"}, "nowhere")
