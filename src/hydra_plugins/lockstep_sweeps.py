@@ -1,5 +1,7 @@
-"""How Hydra runs a sweep: which jobs there are, and what starts them. Hydra takes plugins of this package only, and
-imports it at every start, so the work stands in `lockstep.run.sweeps`."""
+"""Hydra's plugins of Lockstep: the jobs of a sweep, and what starts them.
+
+Hydra finds plugins in this package only and imports it at every start, so the code is in `lockstep.run.sweeps`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
