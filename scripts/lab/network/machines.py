@@ -28,7 +28,8 @@ class NoMachines(Exception):
 class Machines:
     """`count` machines on one switch, as a context manager.
 
-    At the end, SIGTERM included, all their processes are killed. Each machine has its own hostname, one of `names`, and a hosts file with the names of the others.
+    At the end, SIGTERM included, all their processes are killed. Each machine has its own hostname, one of `names`, and
+    a hosts file with the names of the others.
 
     Args:
         rate: of each machine's link, in each direction, in tc's notation (`200mbit`). None: as fast as memory.
