@@ -171,7 +171,7 @@ def test_what_fits_is_taken(overrides: str) -> None:
         ),
         (
             "devices=2 pieces=4 strategy.sync_batchnorm=true strategy.shares=[1,2]",
-            "and strategy.shares .*as many pieces",
+            "and strategy.shares .*same number of pieces",
         ),
         (
             "devices=2 strategy.sync_batchnorm=true pieces=3 batch_size=48",

@@ -42,7 +42,7 @@ def test_labels_come_without_the_samples_also_of_subsets() -> None:
     of_torchvision.targets = list(range(20))  # as most of torchvision's have them
     assert labels_of(of_torchvision).tolist() == list(range(20))
     of_torchvision.targets = [0.5] * 20
-    with pytest.raises(UserError, match="a whole number for each sample"):
+    with pytest.raises(UserError, match="one whole number for each sample"):
         labels_of(of_torchvision)
 
 

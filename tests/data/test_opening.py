@@ -67,7 +67,7 @@ def test_what_numpy_says_of_a_data_set_fits_into_a_checkpoint(tmp_path: Path) ->
         ("synthetic", {"val_fraction": 1.0}, "data.val_fraction=1.0: must be less than 1"),
         ("synthetic", {"val_fraction": -0.1}, "data.val_fraction=-0.1"),
         ("synthetic", {"val_fraction": 0.9999}, "leaves no image for training"),
-        ("synthetic", {"augment": {"crop": 28}}, "less than the images' 28 pixels"),
+        ("synthetic", {"augment": {"crop": 28}}, "less than the image size, 28"),
         ("synthetic", {"augment": {"crop": -1}}, "data.augment.crop=-1"),
         ("synthetic", {"augment": {"flop": True}}, "data.augment.flop: there is no such key"),
         ("synthetic", {"augment": "crop"}, "data.augment=crop"),

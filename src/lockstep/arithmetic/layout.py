@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def has_group(self) -> bool:
-        """Whether the workers form a process group. With ddp, a single worker does, too."""
+        """True if the workers form a process group. With ddp, a single worker does, too."""
         return self.strategy == "ddp" or self.staged
 
     @property

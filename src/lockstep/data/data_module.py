@@ -200,7 +200,7 @@ class DataModule(pl.LightningDataModule):
 
     @property
     def mixes(self) -> bool:
-        """Whether a piece's samples are mixed."""
+        """True if a piece's samples are mixed."""
         return bool(self.splits.mix)
 
     def mix(self, batch: Any) -> Any:

@@ -43,7 +43,7 @@ class StepStrategy(Protocol):
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters are trained than when the strategy was set up."""
+        """True if other parameters are trained than when the strategy was set up."""
 
     @property
     def root_device(self) -> torch.device:
@@ -99,7 +99,7 @@ class StepData(Protocol):
 
     @property
     def mixes(self) -> bool:
-        """Whether a piece's samples are mixed."""
+        """True if a piece's samples are mixed."""
 
     def mix(self, batch: Any) -> Any:
         """Return a piece's batch with its samples mixed."""

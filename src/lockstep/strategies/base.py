@@ -63,7 +63,7 @@ class PieceStrategy(Strategy):
 
     @property
     def outdated(self) -> bool:
-        """Whether other parameters are trained than when the strategy was set up."""
+        """True if other parameters are trained than when the strategy was set up."""
         return False
 
     def start_reducer(self, first: bool) -> None:

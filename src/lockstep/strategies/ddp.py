@@ -68,7 +68,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
 
     @property
     def outdated(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the module was wrapped."""
+        """True if parameters were frozen or unfrozen since the module was wrapped."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
     def start_reducer(self, first: bool) -> None:
