@@ -142,7 +142,7 @@ def spoil(root: Path, how: str) -> None:
         ("no test", ["has train/ and neither test/ nor val/", "train to split it"]),
         ("no train", ["has test/ and no train/"]),
         ("too deep", ["train has only one folder, images: it must have a folder for each class"]),
-        ("spelled otherwise", ["has a folder Testing: is it one of train, val, test?"]),
+        ("spelled otherwise", ["has a folder Testing, which is no class: rename it to one of train, val, test"]),
         ("no UTF-8", ["train has a folder whose name is not UTF-8, b'caf\\xe9': rename it"]),
         ("other classes", ["same classes", "only test/ has cat"]),
         ("unreadable", ["2 of 24 image files", "cat/3.png", "cat/4.png: repair or remove them, or data.skip"]),

@@ -70,7 +70,7 @@ def test_a_list_says_how_it_is_split(tmp_path: Path) -> None:
             "images/2.png;b",
             "its columns are path;label: its first row must be path,label or path,label,split",
         ),
-        ("path,label,split", "images/2.png,b,dev", "row 2: split is empty; it must be train, val or test"),
+        ("path,label,split", "images/2.png,b,dev", "row 2: split is empty: it must be train, val or test"),
     ],
 )
 def test_lists_that_are_refused(tmp_path: Path, head: str, row: str, says: str) -> None:

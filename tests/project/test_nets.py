@@ -71,13 +71,13 @@ def test_weights_of_colour_images_serve_others(make: Any, tmp_path: Path) -> Non
         (
             torchvision,
             {"arch": "googlenet", "image_size": 64, "options": {"aux_logits": True}},
-            "^arch=googlenet: gives GoogLeNetOutputs in training",
+            "^arch=googlenet: returns GoogLeNetOutputs for each image in training",
         ),
-        (torchvision, {"pretrained": True, "weights": "some.pth"}, "^pretrained=True: must be .*false beside weights"),
+        (torchvision, {"pretrained": True, "weights": "some.pth"}, "^pretrained=True: must be .*false with weights"),
         (torchvision, {"pretrained": "yes"}, "^pretrained=yes: must be true or false"),
         (timm, {"arch": "resnet10"}, "^arch=resnet10: timm has no such classifier: did you mean resnet10t"),
         (timm, {"arch": "hf-hub:somebody/net"}, "^arch=hf-hub:somebody/net: timm has no such classifier"),
-        (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine; known: a1_in1k"),
+        (timm, {"arch": "resnet18.mine"}, "^arch=resnet18.mine: resnet18 has no weights mine: known are a1_in1k"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_line(make: Any, options: dict[str, Any], says: str) -> None:

@@ -111,7 +111,7 @@ def test_two_learning_rates_are_refused() -> None:
         (["optimizer.momentum=null"], "^optimizer.momentum=null: must be a valid number$"),
         (["optimizer=adamw", "optimizer.betas=x"], r"^optimizer: AdamW\(lr=0.001, betas=x, "),
         (["optimizer.momentum=0"], "^optimizer: Nesterov momentum requires a momentum"),
-        (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must lie in 0\.\.20"),
+        (["scheduler=cosine", "scheduler.warmup_steps=21"], r"^scheduler.warmup_steps=21: must be 0 to 20"),
         (["scheduler=cosine", "scheduler.final=2"], "^scheduler.final=2: "),
         (["scheduler.peak=1.0"], "^scheduler.peak=1.0: "),
         (["scheduler.peak=later:total"], "^scheduler.peak=later:total: did you mean total_steps"),

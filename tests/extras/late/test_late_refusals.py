@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("two_cores_no_gpu")
         ("extras=[late] nonfinite=skip", "extras.late.steps=1 and nonfinite=skip .*later steps depend on"),
         (
             "extras=[late] devices=2 strategy.compression=bf16",
-            "extras.late.steps=1 and strategy.compression=bf16 .*sent by itself",
+            "extras.late.steps=1 and strategy.compression=bf16 .*it does not send late gradients",
         ),
         ("extras=[late] extras.late.steps=0", "extras.late.steps=0: must be 1 or more"),
     ],
