@@ -17,6 +17,7 @@ from network.machines import Machines, NoMachines
 from scaling import Computed, buckets
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.proof
 ELEMENTS = 5003  # no number of workers divides it
 TINY = ("data=synthetic", "data.samples=60", "data.image_size=12", "data.num_classes=3", "accelerator=cpu", "threads=1")
 
@@ -61,8 +62,6 @@ sys.path[:0] = [{scripts!r}, {src!r}]
 from pathlib import Path
 import torch, torch.distributed as dist
 from network.collectives import SUMS, Channel
-
-pytestmark = pytest.mark.proof
 
 def carried():
     (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in line]

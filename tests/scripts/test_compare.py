@@ -93,7 +93,7 @@ def test_accuracy_against_a_key(tmp_path: Path) -> None:
     assert (tmp_path / "compare" / "by_late.png").stat().st_size > 10_000
     refused = compare(tmp_path, "--by", "momentum")
     assert refused.returncode == 2
-    assert "--by momentum: no completed runs differ in a number of that name" in refused.stderr
+    assert "--by momentum: no completed runs differ in this key alone" in refused.stderr
 
 
 @pytest.mark.parametrize(
