@@ -104,11 +104,11 @@ def _groups() -> str:
 def _comment(text: str) -> str:
     """Return the comments at the head of a yaml file as Markdown: sentences, then commands as code."""
     lines = [line.removeprefix("#") for line in text.splitlines() if line.startswith("#") and "@package" not in line]
-    found = " ".join(line.strip() for line in lines)
+    prose = " ".join(line.strip() for line in lines)
     commands = re.findall(r"(?:python|tensorboard|mlflow) \S[^#]*?(?=  |$)", "\n".join(lines), flags=re.MULTILINE)
     for command in commands:
-        found = found.replace(command.strip(), "")
-    sentence = re.sub(r"\s+", " ", found).strip().rstrip(":")
+        prose = prose.replace(command.strip(), "")
+    sentence = re.sub(r"\s+", " ", prose).strip().rstrip(":")
     code = "".join(f"\n\n    {command.strip()}" for command in commands)
     return _escaped(sentence[:1].upper() + sentence[1:]) + code
 
