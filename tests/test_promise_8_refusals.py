@@ -333,7 +333,10 @@ def test_flags_of_hydra_are_taken(run_train: Program) -> None:
 def test_what_is_no_checkpoint_is_refused(run_evaluate: Program, tmp_path: Path) -> None:
     no_text = "must be a .ckpt file, a run folder, or last"
     for value, says in (
-        (str(tmp_path), rf"{tmp_path}: no checkpoints/best\.ckpt or last\.ckpt in this folder"),
+        (
+            str(tmp_path),
+            rf"{tmp_path}: this folder has no checkpoint: it must hold checkpoints/best\.ckpt or last\.ckpt",
+        ),
         ("last", f"checkpoint=last: no run in {tmp_path} has a checkpoint"),
         (None, f"checkpoint=null: {no_text}"),
         (True, f"checkpoint=true: {no_text}"),

@@ -75,9 +75,9 @@ def test_what_the_local_config_names_is_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "no data, data_dir, lr, model"),
-        (["model"], "no data, data_dir, lr, model"),
-        ({"model": {}}, "no data, data_dir, lr, optimizer"),
+        (None, "lacks data, data_dir, lr, model"),
+        (["model"], "lacks data, data_dir, lr, model"),
+        ({"model": {}}, "lacks data, data_dir, lr, optimizer"),
         (composed() | {"model": 3}, "model=3: must be a valid dictionary"),
         (composed() | {"optimizer": [1]}, "optimizer=.*: must be a valid dictionary"),
     ],

@@ -27,6 +27,8 @@ FOLLOWED_BY = {
     "use/images.md": "test_data_page.py",
     "use/transforms.md": "test_data_page.py",
     "use/fine-tuning.md": "run/test_fine_tuning.py",
+    "coming-from-lightning-hydra-template.md": "test_coming_from_page.py",
+    "troubleshooting.md": "test_troubleshooting.py",
 }
 # A pattern of commands, and why they are not run here.
 NOT_RUN = (

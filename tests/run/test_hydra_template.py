@@ -111,7 +111,7 @@ def test_the_data_sets_of_a_data_module(monkeypatch: pytest.MonkeyPatch) -> None
     ("name", "says"),
     [
         ("StreamData", "the train_dataloader of StreamData has an IterableDataset"),
-        ("WeightedData", "has a WeightedRandomSampler of its own"),
+        ("WeightedData", "has a WeightedRandomSampler: leave it out"),
         ("BatchedData", "has a batch_sampler or no batch_size"),
         ("MovedData", "the on_after_batch_transfer of MovedData would not be called"),
     ],

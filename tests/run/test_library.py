@@ -94,7 +94,7 @@ def test_the_command_ends_with_the_process_that_called_it() -> None:
 
 def test_a_config_changed_behind_its_back_is_refused() -> None:
     config = lockstep.compose(*TINY)
-    with pytest.raises(UserError, match=r'config.lr: .* after compose\(\): compose\("lr=0.1"\)'):
+    with pytest.raises(UserError, match=r'config.lr: .* after compose\(\): use compose\("lr=0.1"\)'):
         config.lr = 0.1
     config["lr"] = 0.5
     with pytest.raises(UserError, match=r"lr was changed after compose\(\)"):

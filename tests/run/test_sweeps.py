@@ -128,7 +128,9 @@ def test_devices_are_dealt(jobs: int, gpus: str, cores: int, dealt: list[Slot]) 
     assert slots(jobs, gpus, range(cores)) == dealt
 
 
-@pytest.mark.parametrize(("gpus", "cores", "there"), [("01", 8, "there are 2 GPUs"), ("", 1, "there is 1 core")])
+@pytest.mark.parametrize(
+    ("gpus", "cores", "there"), [("01", 8, "own GPU, and there are 2: "), ("", 1, "own core, and there is 1: ")]
+)
 def test_more_jobs_than_devices_are_refused(gpus: str, cores: int, there: str) -> None:
     with pytest.raises(UserError, match=f"sweep.jobs=3: .*{there}"):
         slots(3, gpus, range(cores))
