@@ -40,6 +40,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_module_and_data_module_train_as_they_are(project: Path, tmp_path: Path) -> None:
     shown = re.compile(r"^    \$ python (src/train.py model=(?s:.*?))\n((?:    \w.*\n)+)", re.MULTILINE)

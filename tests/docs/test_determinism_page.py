@@ -13,6 +13,7 @@ from conftest import ROOT, Program, forked
 PAGE = (ROOT / "docs" / "is-determinism-worth-it.md").read_text()
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_the_sweep_is_compared(tmp_path: Path) -> None:
     train, compare = (shlex.split(line)[1:] for line in re.findall(r"^    (python .*)$", PAGE, re.MULTILINE))

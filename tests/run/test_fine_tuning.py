@@ -119,7 +119,7 @@ def test_what_cant_begin_or_go_on_is_refused(place: Path) -> None:
     short = outputs(
         *(each for each in TUNED if not each.startswith("init_from")), "init_from=last", "max_steps=2", cwd=place
     )
-    assert "callbacks.unfreeze.epoch=1: begins after step 8, and max_steps=2 ends before" in short.stderr
+    assert "callbacks.unfreeze.epoch=1: begins after step 8, but max_steps=2 ends the run" in short.stderr
     base, begun = outputs(*BASE, "max_steps=1", cwd=place).folders[:2]  # one that is newer
     assert f"init_from='{base}'" in (begun / ".hydra" / "overrides.yaml").read_text()
     for overrides, says in [
