@@ -7,8 +7,9 @@ Runs that differ only in the seed share a row. Rows are sorted by validation acc
 not affect the order. Notes below the table name the rows that took the same steps on different layouts.
 
 The table is printed, and written as compare.md and compare.json into the folder given (`--to` names another), with
-plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key, with one column and
-one line for each choice of the other keys. Two runs are compared in detail, down to the bits of their weights.
+plots of loss, accuracy and speed. `--by lr` adds a table and a plot of test accuracy against a key; each choice of the
+other keys is a column of the table and a line of the plot. Two runs are compared in detail, down to the bits of their
+weights.
 
 Exit codes: 0 compared, 2 bad input.
 """
@@ -137,7 +138,7 @@ def shown(column: str, value: Any) -> str:
 
 
 def oddities(groups: Sequence[Group], runs: int) -> list[str]:
-    """Return lines about the runs that are not in the numbers, and why."""
+    """Return lines about the runs that the averages leave out, and why."""
     left_out = runs - sum(len(group.runs) for group in groups)
     lines = [f"left out: {plural(left_out, 'folder')} of runs that did not train"] if left_out else []
     for group in groups:

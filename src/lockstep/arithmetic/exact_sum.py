@@ -1,14 +1,14 @@
 """Sums that do not depend on their order.
 
-The result of floating-point addition depends on the order, and every layout adds in another order. Here each addend is
-rounded to a grid: an integer multiple of a power of two `q`, which is chosen per tensor. Integers are then added, so
-neither the order of the pieces nor the order inside an all-reduce changes the sum. The idea is from Demmel and Nguyen
-(Fast reproducible floating-point summation, 2013) and Hallberg and Adcroft (An order-invariant real-to-integer
-conversion sum, 2014).
+The result of floating-point addition depends on the order, and each layout adds in a different order. Here each addend
+is rounded to an integer multiple of `q`, a power of two that is chosen per tensor. Integers are then added, so neither
+the order of the pieces nor the order inside an all-reduce changes the sum. The idea is from Demmel and Nguyen (Fast
+reproducible floating-point summation, 2013) and Hallberg and Adcroft (An order-invariant real-to-integer conversion
+sum, 2014).
 
-The rounding adds a large constant. In float64, `1.5 * 2**52 * q + x` is the constant plus `x` rounded to a multiple of
-`q`. The bits of this number, read as an int64, are the bits of the constant plus the integer multiple. So each addend
-costs one float addition and one integer addition.
+The rounding adds a large constant. In float64, `1.5 * 2**52 * q + x` is the constant plus `k * q`, where `k * q` is `x`
+rounded to a multiple of `q`. The bits of this number, read as an int64, are the bits of the constant, plus `k`. So each
+addend costs one float addition and one integer addition.
 
 The grid follows the largest element of the previous sum: 45 bits below it are kept (float32 keeps 24), and 6 bits are
 left for growth. An addend that grew more is detected before it is rounded and summed on a second grid, which all
@@ -27,7 +27,7 @@ BITS = 51  # the sum with the constant keeps the constant's exponent if |x| < 2*
 HEAD = 6  # bits of headroom for growth between two sums
 LOWEST = -900  # smallest exponent: far below float32's, and its grid is still a normal float64
 HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant and the sum are still finite float64
-SMALL = 16_384  # elements of neighbouring tensors that share a grid
+SMALL = 16_384  # at most so many elements of neighbouring tensors share a grid
 CHUNK = 65_536  # elements of a chunk: in float64 it fits the second-level cache
 
 AllReduce = Callable[[Tensor, str], None]  # (tensor, "sum" or "max") -> in place, over all processes
@@ -55,7 +55,7 @@ class ExactSum:
 
     Attributes:
         local_groups: numbers of the groups of tensors that this process sums.
-        present: for each tensor, whether any addend had it: on this process, and after `total` on any process.
+        present: for each tensor, whether any addend had it: before `total` on this process, afterwards on any process.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ExactSum:
             room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # upper limit of an element
             if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
                 self.rounded[at] += 1
-            else:  # nan, too. The host's memory keeps it until all addends are known, since it is the larger one
+            else:  # also if the bound is nan. It waits in the host's memory, which is larger than the GPU's
                 self.outgrown.append((at, flat.to("cpu", copy=True)))
 
     def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
@@ -119,7 +119,7 @@ class ExactSum:
             addends had an element that is not finite or, in float64, is 2**1000 or more.
 
         Raises:
-            CorruptMessage: a message was damaged. Only the processes that received it so raise this.
+            CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
         all_reduce(self.pack(), "sum")
         sums, bounds = self.unpack(all_reduce, divisor)
@@ -150,7 +150,7 @@ class ExactSum:
             The sums, and the largest elements of the local groups, which `update_grids` takes.
 
         Raises:
-            CorruptMessage: a message was damaged. Only the processes that received it so raise this.
+            CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
         if self.names:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
@@ -238,7 +238,8 @@ class ExactSum:
             first: overwrite `units` instead of adding to it.
 
         Returns:
-            Whether all elements are below `room`. If not, `units` has the values that it had before.
+            Whether all elements are below `room`. If not, `units` is as before; after a call with `first`, the next
+            call must have `first` too.
         """
         if self.device.type != "cpu":
             add = Tensor.copy_ if first else Tensor.add_
@@ -247,7 +248,7 @@ class ExactSum:
         values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
 
         def rounded(start: int, into: np.ndarray) -> np.ndarray:
-            np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts
+            np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
             into += constant
             return into.view(np.int64)
 
@@ -313,7 +314,7 @@ class ExactSum:
                 constant = _constant(agreed[at])
                 units[at] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
-            # the last part shows whether all processes received the same exponents
+            # The last part is (own sum of exponents, 1): its total is a multiple of the own sum if all are the same.
             parts = [*units.values(), torch.stack([maxima.sum(), torch.ones_like(maxima[0])])]
             flat = torch.cat([*parts, _sums(parts)])
             all_reduce(flat, "sum")

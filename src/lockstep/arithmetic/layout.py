@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches that the busiest device computes one after the other in one step; with stages, per stage."""
+        """Micro-batches that the busiest device computes one after another in a step; of stages, pieces / devices."""
         if self.staged:
             return -(-self.pieces // self.num_devices)
         return max(self.counts)
@@ -107,7 +107,7 @@ class Layout:
     def finer(self) -> Iterator["Layout"]:
         """Yield layouts of the same step with more and more pieces: at least twice as many each time, of equal size.
 
-        If all devices have the same number of pieces, they do so in these layouts, too.
+        If all devices have equally many pieces, they also have equally many in these layouts.
         """
         by = self.num_devices if self.pieces % self.num_devices == 0 else 1
         least = 2 * self.pieces
@@ -177,7 +177,7 @@ def resolve(
         num_nodes: as of `Layout`.
         batch_size: as of `Layout`.
         pieces: None: `devices x num_nodes x accumulate_grad_batches`.
-        accumulate_grad_batches: None: what `pieces` requires, or 1.
+        accumulate_grad_batches: None: it follows from `pieces`, or is 1 if that is None too.
         exact: as of `Layout`.
         shares: as of `Layout`.
         staged: as of `Layout`.

@@ -83,7 +83,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
 
 
 def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str]) -> None:
-    """Remove the saved options of a group's files that are not chosen any more: `extras.x.y=1` before `extras=none`."""
+    """Remove saved options of files that are no longer chosen, such as `extras.x.y=1` if `extras=none` is given."""
     chosen = [override for override in new_overrides if key(override) == group]
     if not chosen:
         return
@@ -119,7 +119,7 @@ def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[
 def _expand_init_from(
     arguments: Sequence[str], new_overrides: list[str], flags: list[str], config_name: str
 ) -> list[str]:
-    """Replace `init_from=last` in the arguments by the folder of the newest run, before this command makes a run."""
+    """Replace `init_from=last` in the arguments by the newest run's folder, before this command's own run exists."""
     if "init_from=last" not in new_overrides:
         return list(arguments)
 
@@ -174,7 +174,7 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
 
 
 def _split_off(name: str, task: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last value of a key, None if it is null or missing, and the other overrides."""
+    """Return two things: the last value of a key (None if null or missing), and the other overrides."""
     values = [argument.removeprefix(f"{name}=") for argument in task if argument.startswith(f"{name}=")]
     rest = [argument for argument in task if not argument.startswith(f"{name}=")]
     return (values[-1] if values and values[-1] not in ("null", "None", "") else None), rest

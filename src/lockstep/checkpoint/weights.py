@@ -28,7 +28,7 @@ def read_weights(key: str, path: str | Path, together: bool = False) -> Tensors:
         together: whether all ranks call it. Then rank zero reads the file and sends its bytes to the others.
 
     Raises:
-        CheckpointError: the file is missing, damaged, has no tensors by name, or holds code.
+        CheckpointError: the file is missing, damaged, holds no named tensors, or holds code.
     """
     path = _file(path)
     if together:
@@ -83,7 +83,7 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
     fitting = [{name: value for name, value in each.items() if shapes.get(name) == value.shape} for each in named]
     best = max(fitting, key=len)
     whole = module.state_dict()
-    whole.update(best)  # `whole` also has entries of layers that are no tensors
+    whole.update(best)  # `whole` also has entries that are no tensors (`get_extra_state`)
     module.load_state_dict(whole)
     return [name for name in shapes if name not in best]
 
@@ -166,7 +166,7 @@ def weights_message(key: str, total: int, left: Sequence[str]) -> str:
 
 
 def _fault(path: Path, checksums: bool = True) -> str:
-    """Return what is wrong with a file. Accept files that are not zip files: torch's older format is not."""
+    """Return what is wrong with a file. Accept files that are not zip files: torch's older format, for example."""
     return "" if path.is_file() and not zipfile.is_zipfile(path) else fault(path, checksums)
 
 

@@ -34,7 +34,8 @@ EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions with which exact=true
 class Config(RunKeys):
     """The checked config of a run.
 
-    Strategy, devices, sizes and `exact` are in the layout only. `precision` is Lightning's name, never `auto`.
+    The layout has the strategy's name, devices, sizes and `exact`; no other field repeats them. `precision` is
+    Lightning's name, never `auto`.
     """
 
     data: dict[str, Any]

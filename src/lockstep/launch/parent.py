@@ -1,10 +1,11 @@
 """The parent process: it runs a function in the worker processes that a layout needs.
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
-runs a parallel operation or touches CUDA, so it may fork; user code runs in another thread (new_thread.py). A forked
-worker starts in a fraction of a second with everything imported. The parent has no other thread while it forks, so rank
-zero, not the parent, serves the store of the process group. When one worker dies, the parent ends all of them. If an
-engine has started the workers already (launch/environment.py), the function runs in this process.
+runs a parallel operation or touches CUDA, so it may fork. User code that opens data runs in a thread that ends before
+the fork (new_thread.py). A forked worker starts in a fraction of a second with everything imported. The parent has one
+thread while it forks, so rank zero, not the parent, serves the store of the process group. When one worker dies, the
+parent ends all of them. If an engine (torchrun, SLURM, MPI) has started the workers already (launch/environment.py),
+the function runs in this process.
 """
 
 import multiprocessing

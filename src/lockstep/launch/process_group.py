@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 T = TypeVar("T")
-JOIN_TIMEOUT = timedelta(minutes=10)  # in which all workers of an engine must join
-NAMING_SECONDS = 3.0  # in which ranks exchange, after a timeout, which of them arrived
+JOIN_TIMEOUT = timedelta(minutes=10)  # for all workers that torchrun, SLURM or MPI started to join
+NAMING_SECONDS = 3.0  # after a timeout, for the ranks to exchange who arrived
 _stores: "list[Store]" = []  # the default group's store; torch has no public getter
 
 
@@ -46,7 +46,7 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
     """Start the default process group in a worker that our parent has forked. Rank zero serves the store.
 
     Args:
-        layout: it has the accelerator.
+        layout: only its accelerator is used.
         listener: the socket from `open_store_socket`, the same in all workers.
         timeout: seconds after which a collective that a rank does not join fails.
     """
@@ -130,7 +130,7 @@ def _address_of_rank_zero() -> str:
 
 
 def _open_store_listener(address: str, port: int) -> socket.socket:
-    """Return a listening socket for rank zero's store, at one address only. torch itself would listen at all."""
+    """Return a listening socket for rank zero's store at one address; torch itself would listen at all addresses."""
     try:
         return bind_socket(address, port)
     except OSError as error:
@@ -198,7 +198,7 @@ def _use_interface(address: str, several: bool) -> None:
 def _wait_for_store_port(agent: "Store", address: str) -> int:
     """Return the port of rank zero's store as soon as it accepts connections.
 
-    The agent's store may hold the port of a group that died until rank zero publishes a new one.
+    Until rank zero publishes it, the agent's store may hold the port of an earlier group, which has ended.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:

@@ -81,7 +81,7 @@ def ending_signals() -> tuple[int, ...]:
     """Return the signals on which a run saves a checkpoint and ends.
 
     Under SLURM, SIGUSR1 and SIGUSR2 are included, because they announce the end of the job's time. Elsewhere SIGUSR2 is
-    included if an outer program has a handler for it (submitit does), and a run saves and continues on SIGUSR1.
+    included if an outer program has a handler for it, as submitit does. On SIGUSR1 a run then saves and continues.
     """
     if environment().slurm_job:
         return (*ENDING, *USER)
@@ -124,8 +124,8 @@ def forward_signals() -> Iterator[list[int]]:
 def block_signals() -> Iterator[None]:
     """Block signals inside the `with` block, for processes that are started in it.
 
-    A started process installs its handlers and calls `unblock_signals`. Otherwise a signal that arrives before a fork's
-    first Python line is lost. Another thread of this process may still receive signals.
+    A started process installs its handlers and calls `unblock_signals`. Without the block, a signal that
+    arrives before a fork's first Python line would be lost. Another thread of this process may still receive signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     try:

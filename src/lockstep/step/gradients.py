@@ -70,7 +70,7 @@ class SumOptions:
 
 
 class GradientSum:
-    """Sum the gradients of a step's pieces to rounding.
+    """Sum the gradients of a step's pieces, up to rounding.
 
     Autograd accumulates the gradients of this process, and DDP averages over processes in the last backward pass.
 
@@ -273,7 +273,7 @@ class ExactGradientSum(GradientSum):
     def apply(self, started: StartedSum) -> None:
         """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
         bounds = started.result[1]
-        # The numbers differ if other parameters are trained since the sum was started.
+        # The numbers of groups differ if the trained parameters have changed since the sum was started.
         if self.sum is not None and len(bounds) == len(self.sum.local_groups):
             self.sum.update_grids(bounds)
         super().apply(started)

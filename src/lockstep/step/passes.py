@@ -41,11 +41,11 @@ class StepPasses:
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
-        self._restored: list[int | None] = []  # the grids of the statistics' exact sums, from a checkpoint
+        self._restored: list[int | None] = []  # the grids of BatchNorm's exact sums, from a checkpoint
 
     @cached_property
     def statistics(self) -> BatchNormStats:
-        """The running statistics; made at first use, when the module is on its device."""
+        """BatchNorm's running statistics; made at first use, when the module is on its device."""
         return BatchNormStats(self.gradients, self._restored)
 
     def run(
@@ -56,7 +56,7 @@ class StepPasses:
         Args:
             trainer: the trainer.
             step_batch: this process's part of the step.
-            forward: takes the batch of a micro-batch and returns the result of `training_step`.
+            forward: takes the data of a micro-batch and returns the result of `training_step`.
             backward: takes a weighted loss and runs its backward pass.
 
         Returns:
@@ -87,7 +87,7 @@ class StepPasses:
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)
-            if due := gradients.reduce(step):
+            if due := gradients.reduce(step):  # with late gradients, an earlier step
                 self.before_optimizer_step(due)
         except Exception as error:
             for hook in self.hooks:
@@ -112,12 +112,12 @@ class StepPasses:
             hook.after_optimizer_step(step)
 
     def flush(self) -> None:
-        """Wait for the hooks' delayed results."""
+        """Wait for results that hooks have not read yet, such as the finite check of a GPU."""
         for hook in self.hooks:
             hook.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on which later steps depend: the gradient sum's and, with exact=true, the statistics' grids.
+        """Return the state on which later steps depend: the gradient sum's state and BatchNorm's grids (exact=true).
 
         Every process calls this.
         """
@@ -197,7 +197,7 @@ class Step:
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
-        """Run both passes of another micro-batch than this step's, and keep no numbers of it."""
+        """Run both passes of a micro-batch that is not part of this step. Its loss and metrics are not recorded."""
         loss, _ = self._numbers(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
@@ -213,7 +213,7 @@ class Step:
 
         A number that some micro-batch lacks is left out.
         """
-        if not self._outputs:  # a hook may log the loss on all ranks
+        if not self._outputs:  # a rank without samples needs a loss, because all ranks may log it
             return {"loss": next(self.module.parameters()).new_zeros(())}
         if len(self._outputs) == 1:
             return self._outputs[0]
@@ -235,12 +235,12 @@ class Step:
         """Run the backward pass of a weighted loss."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.numbers_come_later:  # otherwise the gradient from the next stage is weighted
+        if not self.strategy.numbers_come_later:  # a pipeline's stage gets a weighted gradient from the next stage
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
-        """Return the batch that `training_step` gets: mixed, then changed by the module's `on_after_batch_transfer`."""
+        """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
         data, module = self.data, self.module
         batch = data.finish(micro_batch)
         changes = [data.mix] if data.mixes else []
