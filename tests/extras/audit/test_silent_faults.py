@@ -22,4 +22,4 @@ def test_bits_that_flip_and_are_not_seen_are_told_apart() -> None:
     done = forked(SILENT, "--faults=1", "--control", "--seed=13", "extras.audit.share=1e-9")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEM" in done.stdout
-    assert "not seen" in done.stdout
+    assert "not detected" in done.stdout
