@@ -87,7 +87,7 @@ class StepPasses:
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)
-            if due := gradients.reduce(step):  # with late gradients, an earlier step
+            if due := gradients.reduce(step):  # maybe an earlier step, if its sum took until now
                 self.before_optimizer_step(due)
         except Exception as error:
             for hook in self.hooks:
@@ -235,7 +235,7 @@ class Step:
         """Run the backward pass of a weighted loss."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.numbers_come_later:  # a pipeline's stage gets a weighted gradient from the next stage
+        if not self.strategy.numbers_come_later:  # a stage gets a weighted gradient from the next stage
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
