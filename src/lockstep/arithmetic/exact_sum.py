@@ -254,9 +254,8 @@ class ExactSum:
 
         for start in range(0, len(values), CHUNK):
             part, into = values[start : start + CHUNK], sums[start : start + CHUNK]
-            if (
-                not max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part))) < room
-            ):  # also true if the part has a nan
+            largest = max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part)))
+            if not largest < room:  # also true if the part has a nan
                 for before in range(0, 0 if first else start, CHUNK):
                     sums[before : before + CHUNK] -= rounded(before, scratch)
                 return False

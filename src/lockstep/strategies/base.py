@@ -54,7 +54,7 @@ class PieceStrategy(Strategy):
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
-        seed_device(seed, self.root_device)
+        self.seed(seed)
         yield
 
     def seed(self, seed: int) -> None:
@@ -173,17 +173,7 @@ class SingleDevice(PieceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Redirected:
-    """A base class that `proxy` puts before a module's class: `forward` is the strategy's."""
-
-    trainer: Any
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the strategy's forward pass."""
-        return self.trainer.strategy.forward(args, kwargs)
-
-
-def proxy(thing: Any, before: type = Redirected) -> Any:
+def proxy(thing: Any, before: type) -> Any:
     """Return an object that shares a module's attributes and class, with the methods of `before` first.
 
     The module itself does not change.

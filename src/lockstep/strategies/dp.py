@@ -33,14 +33,17 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
 
     Attributes:
         devices: as given.
-        current_device: the device of the current piece.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
         super().__init__(device=devices[0])
         self.devices = devices
-        self.current_device = devices[0]
-        self._number = 0  # the number of the current device
+        self._current = 0  # the number of the device that computes the current piece
+
+    @property
+    def current_device(self) -> torch.device:
+        """The device of the current piece."""
+        return self.devices[self._current]
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
         """Yield the passes of a step's micro-batches in rounds.
@@ -59,8 +62,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
         """Return the context of a micro-batch's forward pass: its device is the current one and has `seed`."""
-        self._number = micro_batch.device
-        self.current_device = device = self.devices[self._number]
+        self._current = micro_batch.device
+        device = self.current_device
         seed_device(seed, device)
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
@@ -79,7 +82,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         if name != "training_step":
             return super().call(name, *args, **kwargs)
         module, device = self._computing, self.current_device
-        copy = device != self.root_device or self._number > 0  # logical devices need copies, as CUDA devices do
+        copy = self._current > 0  # logical devices get copies, as CUDA devices do
         parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in module.named_parameters()}
         buffers = dict(module.named_buffers())
         copies = {key: buffer.to(device, copy=True, non_blocking=True) for key, buffer in buffers.items()}

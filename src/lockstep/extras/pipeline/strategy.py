@@ -189,7 +189,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         """
         self._step, self._calls = name, 0
         try:
-            output = getattr(proxy(self.lightning_module), name)(*args, **kwargs)
+            output = getattr(proxy(self.lightning_module, _StagedForward), name)(*args, **kwargs)
         except _Left as left:
             return left.args[0]
         if not self._calls:
@@ -308,6 +308,15 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the value unchanged: logged values are the same on all ranks."""
         return tensor
+
+
+class _StagedForward:
+    """Methods of the module's proxy: `forward` passes all stages."""
+
+    trainer: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trainer.strategy.forward(args, kwargs)
 
 
 class _ClipsAllStages:
