@@ -1,5 +1,6 @@
 """The pages on images and transforms, followed literally: their file is written, their commands are run."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -53,4 +54,7 @@ def test_a_command(project: Path, tmp_path: Path, words: list[str]) -> None:
     run = Program(tmp_path, str(project / script))(*used, *SHORT, cwd=project)
     assert (run.summary["status"], run.summary["steps"]) == ("completed", 2)
     if "data=image_folder" in used:
-        assert "image_folder: a folder per class in" in run.stderr
+        (line,) = re.findall(
+            r"^    (image_folder: .*)$", (site_pages.DOCS / "use" / "images.md").read_text(), re.MULTILINE
+        )
+        assert line.replace("<folder>", str(project / "images")) in run.stderr

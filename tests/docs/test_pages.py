@@ -37,7 +37,6 @@ NOT_RUN = (
     (r"apt |mkdir|sed |export |unshare|ls |eval |photos=", "changes the machine, or needs a folder of photographs"),
     (r"sbatch|mpirun|torchrun|scripts/torchrun.sh|RANK=", "needs an engine: tests/engines/ run it"),
     (r".*hydra/launcher=submitit", "needs a cluster: tests/engines/test_submitit.py runs it"),
-    (r".*hydra/launcher=joblib", "tests/run/ run it"),
     (r".*experiment=|.*data=(mnist|cifar10)\b", "downloads a data set and trains for minutes"),
     (r"python scripts/lab/(?!scaling)", "measures for minutes or hours: tests/lab/ run it"),
     (r"python scripts/(parity|search|fit_memory|dashboard)", "makes many runs: tests/scripts/ run it"),
