@@ -11,7 +11,7 @@ from conftest import ROOT, Program, python, summary_of, wait_for
 from refusals import checked, refused
 
 from lockstep.config import check as config
-from lockstep.config.portable import VARIABLES, asked_for, missing_instructions
+from lockstep.config.portable import VARIABLES, is_requested, missing_instructions
 
 LACKING = missing_instructions()
 here = pytest.mark.skipif(bool(LACKING), reason=f"this processor has no {', '.join(LACKING)}")
@@ -38,7 +38,7 @@ def test_a_processor_without_the_instructions_is_refused(
     monkeypatch.setattr(config, "missing_instructions", lambda: missing)
     if missing:
         assert refused("exact=portable", "accelerator=cpu") == (
-            "exact=portable: this processor has no avx2 and fma, which it needs; exact=true"
+            "exact=portable: this processor has no avx2 and fma: give exact=true"
         )
     else:
         assert checked("exact=portable", "accelerator=cpu").layout.exact == "portable"
@@ -50,7 +50,11 @@ def test_a_processor_without_the_instructions_is_refused(
     [
         ("precision=bf16-mixed", "precision=bf16-mixed and exact=portable don't go together: give precision=32-true"),
         ("precision=auto", "precision=auto and exact=portable don't go together: give precision=32-true"),
-        ("compile=true", "compile=true and exact=portable don't go together: the compiler follows the processor"),
+        (
+            "compile=true",
+            "compile=true and exact=portable don't go together: compiled code differs between processors; "
+            "give compile=false",
+        ),
         ("exact=maybe", "exact=maybe: must be a valid boolean or 'portable'"),
     ],
 )
@@ -62,16 +66,16 @@ def test_what_it_cannot_be_combined_with(monkeypatch: pytest.MonkeyPatch, overri
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "missing_instructions", list)
     monkeypatch.setattr(config, "gpu_count", lambda: 1)
-    said = refused("exact=portable")
-    assert said == "accelerator=gpu and exact=portable don't go together: it is for CPUs; accelerator=cpu"
+    message = refused("exact=portable")
+    assert message == "accelerator=gpu and exact=portable don't go together: it works on CPUs only; give exact=true"
 
 
 def test_a_command_line_asks_for_it_itself_or_by_its_experiment() -> None:
-    assert asked_for(["seed=1", "exact=portable"])
-    assert asked_for(["experiment=golden"])
-    assert not asked_for(["experiment=golden", "exact=true"])
-    assert not asked_for(["experiment=mnist_cnn", "model=resnet18"])
-    assert not asked_for(["exact=true,portable", "-m"])  # each job sees to it
+    assert is_requested(["seed=1", "exact=portable"])
+    assert is_requested(["experiment=golden"])
+    assert not is_requested(["experiment=golden", "exact=true"])
+    assert not is_requested(["experiment=mnist_cnn", "model=resnet18"])
+    assert not is_requested(["exact=true,portable", "-m"])  # each job sees to it
 
 
 PROCESS = """
@@ -88,7 +92,7 @@ print(torch.backends.cpu.get_cpu_capability())
 def test_a_process_that_has_computed_by_other_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     late = python(PROCESS, "computes")
-    assert "UserError: exact=portable: this process has computed by other kernels already" in late.stderr
+    assert "UserError: exact=portable: this process has already computed with other kernels" in late.stderr
     assert python(PROCESS, "only imports").stdout == "AVX2\n"  # the control
 
 
@@ -133,7 +137,7 @@ def test_products_and_square_roots_are_those_of_torch_to_rounding(monkeypatch: p
 @here
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(), ("strategy=ddp", "devices=3"), ("strategy=dp", "devices=2")], ids=str)
-def test_golden_comes_to_the_recorded_weights(run_train: Program, layout: tuple[str, ...]) -> None:
+def test_golden_has_the_recorded_weights(run_train: Program, layout: tuple[str, ...]) -> None:
     run = run_train(*GOLDEN, *layout)
     assert f"weights_sha256 is the recorded one: {SHA256}" in run.stdout + run.stderr
     assert run.summary["weights_sha256"] == SHA256
@@ -146,24 +150,24 @@ def test_golden_comes_to_the_recorded_weights(run_train: Program, layout: tuple[
 def test_golden_fails_on_other_weights(run_train: Program, override: str) -> None:
     run = run_train(*GOLDEN, override, ok=False)
     assert run.returncode == 1
-    assert f", and the recorded one is {SHA256}" in run.stderr
+    assert f": must be the recorded {SHA256}" in run.stderr
     assert run.summary["status"] == "failed"
 
 
 @here
 @pytest.mark.slow
-def test_golden_resnet18_comes_to_the_recorded_weights(run_train: Program) -> None:
+def test_golden_resnet18_has_the_recorded_weights(run_train: Program) -> None:
     run_train("experiment=golden_resnet18", "logger=none")
 
 
 @here
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_recorded_weights(run_train: Program) -> None:
+def test_a_killed_and_resumed_run_has_the_recorded_weights(run_train: Program) -> None:
     process = run_train.start(*GOLDEN, "checkpoint_every=5", "checkpoint_keep=-1")
-    (kept,) = wait_for(lambda: [*run_train.outputs.rglob("step_10.ckpt")], process)
+    (checkpoint,) = wait_for(lambda: [*run_train.outputs.rglob("step_10.ckpt")], process)
     os.killpg(process.pid, signal.SIGKILL)
     run_train.finish(process)
-    folder = kept.parent.parent
+    folder = checkpoint.parent.parent
     run_train(f"resume={folder}", "strategy=ddp", "devices=2")
     assert summary_of(folder)["weights_sha256"] == SHA256
 

@@ -1,9 +1,9 @@
 """`exact=portable`: the same bits on x86-64 processors of different kinds.
 
-ATen, oneDNN and MKL each choose kernels by the processor, and other kernels round differently. Kernels of ATen and
-oneDNN for AVX2 round alike on processors of Intel and AMD; MKL's do so in its compatible mode, but for some functions.
-Each library reads its environment variable once, at its first computation. docs/trust/portable.md has the processors
-that were compared.
+ATen, oneDNN and MKL each choose kernels by the processor, and different kernels round differently. The AVX2 kernels of
+ATen and oneDNN round alike on processors of Intel and AMD. MKL's do so in its compatible mode, except for a few
+functions. Each library reads its environment variable once, at its first computation. docs/trust/portable.md lists the
+processors that were compared.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.config.checks import ROOT
+from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 from lockstep.launch.environment import export
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 PORTABLE = "portable"
 VARIABLES = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 INSTRUCTIONS = ("avx2", "fma")  # Linux's names for what these kernels need
-_kernels: list[Any] = []  # registered in this process, as long as the object is there
+_kernels: list[Any] = []  # torch uses the replaced kernels as long as this object exists
 
 
 def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
-    """The instructions that `exact=portable` needs and this processor, or this system's list of them, does not have."""
+    """Return the instructions that `exact=portable` needs and that /proc/cpuinfo does not list."""
     flags: list[str] = []
     with suppress(OSError):
         if line := re.search(r"^flags\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE):
@@ -37,8 +37,8 @@ def missing_instructions(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
     return [name for name in INSTRUCTIONS if name not in flags]
 
 
-def asked_for(arguments: Sequence[str]) -> bool:
-    """Whether a command line asks for `exact=portable`, itself or by its experiment; Hydra need not have composed."""
+def is_requested(arguments: Sequence[str]) -> bool:
+    """Check whether a command line sets `exact=portable`, itself or by its experiment, before Hydra composes it."""
     chosen = dict(argument.lstrip("+").partition("=")[::2] for argument in arguments)
     recipe = ROOT / "conf" / "experiment" / f"{chosen.get('experiment')}.yaml"
     if "exact" not in chosen and recipe.is_file():
@@ -47,10 +47,10 @@ def asked_for(arguments: Sequence[str]) -> bool:
 
 
 def choose_kernels(exact: bool | str) -> None:
-    """Under `exact=portable` set the variables, in this process and those that it starts; it may have imported torch.
+    """Under `exact=portable` set the variables for this process and its children. Torch may be imported already.
 
     Raises:
-        UserError: torch has computed in this process already, by other kernels.
+        UserError: torch has already computed in this process, with other kernels.
     """
     if exact != PORTABLE:
         return
@@ -60,16 +60,16 @@ def choose_kernels(exact: bool | str) -> None:
 
         if torch.backends.cpu.get_cpu_capability() != "AVX2":
             raise UserError(
-                "exact=portable: this process has computed by other kernels already: give exact=portable on the "
+                "exact=portable: this process has already computed with other kernels: give exact=portable on the "
                 "command line, or set " + " ".join(f"{name}={value}" for name, value in VARIABLES.items())
             )
 
 
 def set_up_worker(exact: bool | str) -> None:
-    """As `choose_kernels`; and under `exact=portable` replace, from here on, what torch asks of MKL in a training step.
+    """Call `choose_kernels`. Under `exact=portable` also replace the functions for which torch calls MKL in a step.
 
-    Products of float32 matrices: MKL's compatible mode takes about twice as long as oneDNN. Square roots: MKL's are not
-    those of IEEE 754, and differ between processors.
+    Products of float32 matrices: MKL's compatible mode takes about twice as long as oneDNN. Square roots: MKL does not
+    round them as IEEE 754 says, so they differ between processors.
     """
     choose_kernels(exact)
     if exact == PORTABLE and not _kernels:
@@ -77,7 +77,7 @@ def set_up_worker(exact: bool | str) -> None:
 
 
 def _registered_kernels() -> Any:
-    """Register oneDNN's products and numpy's square roots as torch's; return what keeps them registered."""
+    """Register oneDNN's products and numpy's square roots with torch. Return the object that owns the registration."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Compares the weights at the end of training with those that another machine had."""
+"""Compare the weights at the end of training with those of another machine."""
 
 import logging
 
@@ -10,10 +10,10 @@ LOG = logging.getLogger("lockstep")
 
 
 class Golden(Callback):
-    """Ends a run with an error if it has not come to the recorded weights.
+    """Fail a run whose final weights differ from the recorded ones.
 
     Args:
-        sha256: `weights_sha256` of a run with this config, as its summary.json has it.
+        sha256: `weights_sha256` from the summary.json of a run with this config.
     """
 
     def __init__(self, sha256: str) -> None:
@@ -22,6 +22,6 @@ class Golden(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         mine = weights_sha256(trainer.strategy.lightning_module_state_dict())
         if mine != self.sha256:
-            raise WorkerFailed(f"weights_sha256 is {mine}, and the recorded one is {self.sha256}")
+            raise WorkerFailed(f"weights_sha256={mine}: must be the recorded {self.sha256}")
         if trainer.is_global_zero:
             LOG.info("weights_sha256 is the recorded one: %s", mine)
