@@ -146,6 +146,7 @@ LAB = [command for _, command in COMMANDS if re.match(r"python scripts/lab/(?!ad
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_arguments_of_the_lab_are_parsed(tmp_path: Path) -> None:
     """By the programs' own parsers, which end them then."""
     parse = tmp_path / "parse.py"
