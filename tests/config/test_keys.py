@@ -214,10 +214,10 @@ def test_each_key_of_the_front_page_is_read(key: str) -> None:
         if value is not None:
             raw |= {"batch_size": 64 * 3}
             before, after = check(raw), check(raw | {key: value})
-            of_both = [(each.layout, each.step_lr, each.worker_threads) for each in (before, after)]
+            of_both = [(each.layout, each.peak_lr, each.worker_threads) for each in (before, after)]
             read = of_both[0] != of_both[1]
     if key == "num_nodes":  # which the engine decides that starts workers on machines
-        with pytest.raises(UserError, match="num_nodes=2: on several machines an engine starts the workers"):
+        with pytest.raises(UserError, match="num_nodes=2: on several machines torchrun, SLURM or MPI must start"):
             check(composed("num_nodes=2"))
         return
     assert read or key == "accelerator", f"nobody reads {key}"

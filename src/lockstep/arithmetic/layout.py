@@ -104,7 +104,7 @@ class Layout:
         owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
         return [pair for at_once in zip_longest(*owned) for pair in at_once if pair is not None]
 
-    def finer(self) -> Iterator["Layout"]:
+    def with_more_pieces(self) -> Iterator["Layout"]:
         """Yield layouts of the same step with more and more pieces: at least twice as many each time, of equal size.
 
         If all devices have equally many pieces, they also have equally many in these layouts.

@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.checkpoint import paths
 from lockstep.config import value_checks
 from lockstep.config.arguments import (
-    SEVERAL,
-    config_folders,
+    LIST_GROUPS,
+    config_dir_override,
     is_sweep,
     key,
     parse_arguments,
@@ -75,7 +75,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
         folder = Path("${outputs}", *folder.parts[-2:])
     merged = {key(override): override for override in saved}
     _drop_length(merged, new_overrides)
-    for group in SEVERAL:
+    for group in LIST_GROUPS:
         _drop_options(merged, group, new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
@@ -154,7 +154,7 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
         )
     try:
         loaded = OmegaConf.load(record)
-        before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
+        before = [*loaded.hydra.overrides.hydra, *config_dir_override(loaded, arguments), *loaded.hydra.overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
     merged = {key(argument): argument for argument in map(str, before)}
@@ -194,7 +194,7 @@ def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
         )
     saved = [str(override) for override in OmegaConf.load(record / RECORD)]
     if (of_hydra := record / "hydra.yaml").exists():
-        saved += config_folders(OmegaConf.load(of_hydra), flags)
+        saved += config_dir_override(OmegaConf.load(of_hydra), flags)
     left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # the engine sets these
     return [override for override in saved if key(override) not in left_out]
 

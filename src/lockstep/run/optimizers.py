@@ -112,7 +112,7 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
         UserError: The optimizer or the schedule can't be made with these options.
     """
     numbers: dict[str, Any] = {
-        "lr": config.step_lr,
+        "lr": config.peak_lr,
         "total_steps": total_steps(config, samples),
         "steps_per_epoch": steps_per_epoch(config, samples),
     }

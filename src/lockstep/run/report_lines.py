@@ -78,7 +78,7 @@ def start_lines(
         chosen: the choices for speed, as text.
         lr: the optimizer's peak learning rate, as text.
     """
-    if config.lr_scaling != "none" and lr == f"lr {config.step_lr:g}":
+    if config.lr_scaling != "none" and lr == f"lr {config.peak_lr:g}":
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
     model, data = (str(group.get("name")) for group in (config.model, config.data))
     return [

@@ -86,17 +86,17 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
         except WorkerFailed as failed:
             restarts += 1
             continues = last_checkpoint_id(folder) is not None
-            if failed.without and continues:
+            if failed.suspects and continues:
                 from lockstep.checkpoint.start import restore_good_checkpoint
 
                 restore_good_checkpoint(folder, failed)
-            shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
-            if left and not (failed.without and shrinks):
+            shrinks = config.elastic and continues and len(failed.suspects) <= 1 and now.layout.devices > 1
+            if left and not (failed.suspects and shrinks):
                 left -= 1
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
                 now = _with_devices(config, now.layout.devices - 1)
-                hide_gpu(failed.without[0] if failed.without else failed.local_rank)
+                hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
                 workers = f"{now.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:

@@ -37,7 +37,7 @@ class Strategy:
         if any(share <= 0 for share in self.shares):
             raise ValueError(f"shares={list(self.shares)}: must be above 0")
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return the layout's `strategy` name on `devices` devices over all nodes."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class DDP(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self.compression = compression
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `ddp`."""
         return "ddp"
 
@@ -151,7 +151,7 @@ class DDP(Strategy):
 class Auto(DDP):
     """One device without a wrapper; several devices as with `DDP`."""
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `single` for one device, else `ddp`."""
         return "ddp" if devices > 1 else "single"
 
@@ -171,7 +171,7 @@ class DP(Strategy):
         shares: relative number of pieces of each device; None: even.
     """
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `dp`."""
         return "dp"
 

@@ -111,7 +111,7 @@ class AuditHook(StepHook):
         right = min(self._right[device] for device in wrong) if still else step.number
         text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
         error = WrongGradient(f"{text}; the step was not applied, and checkpoints up to step {right} are good")
-        error.without, error.last_good_step = tuple(wrong), right
+        error.suspects, error.last_good_step = tuple(wrong), right
         raise error
 
     def on_error(self, step: Step, error: Exception) -> None:
@@ -210,7 +210,7 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
     elif links:
         diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
     error = WrongGradient(f"{damaged}; {diagnosis}")
-    error.without, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
+    error.suspects, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
     return error
 
 
