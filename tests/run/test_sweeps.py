@@ -83,7 +83,7 @@ def test_a_signal_ends_the_sweep(run_train: Program) -> None:
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
-    assert "to run the missing jobs" in run.stderr
+    assert "to run the remaining jobs" in run.stderr
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:

@@ -13,8 +13,7 @@ from campaigns.flips import NAME, PLACES
 from campaigns.processes import Process
 from common.showing import markdown
 
-from lockstep.extras.ledger.ledger_file import NAME as LEDGER
-from lockstep.extras.ledger.ledger_file import config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
 
 RANKS = 3  # two can outvote a wrong one
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
@@ -140,17 +139,17 @@ def forget(folder: Path) -> None:
 
     The ledger records the callback that injects the fault; a faulty device would leave no such record.
     """
-    lines = [parse_line(text) for text in read(folder / LEDGER)]
+    lines = [parse_line(text) for text in read(folder / LEDGER_FILE)]
     config = lines[0]["about"]["config"]
     del config["callbacks"]["flips"]
     before = None
     for line in lines:
         line |= {"config_sha256": config_sha256(config), "before": before}
         before = line_sha256(text_of(line))
-    (folder / LEDGER).write_text("".join(f"{text_of(line)}\n" for line in lines))
+    (folder / LEDGER_FILE).write_text("".join(f"{text_of(line)}\n" for line in lines))
 
 
 def recorded(folder: Path) -> list[Any]:
     """Return the steps and hashes in a run's ledger."""
-    lines = map(parse_line, read(folder / LEDGER))
+    lines = map(parse_line, read(folder / LEDGER_FILE))
     return [(line["step"], line["weights_sha256"], line.get("optimizer_sha256")) for line in lines]

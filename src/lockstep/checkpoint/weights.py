@@ -93,11 +93,11 @@ class LoadedWeights(NamedTuple):
 
     Attributes:
         message: a line for the log.
-        fresh: names of the module's tensors that the file does not have.
+        not_loaded: names of the module's tensors that the file does not have.
     """
 
     message: str
-    fresh: list[str]
+    not_loaded: list[str]
 
 
 def load_weights(
@@ -126,21 +126,21 @@ def load_weights(
 
 
 def refuse_frozen(
-    key: str, module: nn.Module, fresh: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
+    key: str, module: nn.Module, not_loaded: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
 ) -> None:
     """Refuse frozen parameters that a file has not set: they would keep their random values.
 
     Args:
         key: the setting that names the file, `init_from=...`.
         module: its frozen parameters have `requires_grad=False`.
-        fresh: names of the tensors that the file has not set.
+        not_loaded: names of the tensors that the file has not set.
         freeze: patterns of the names of frozen parameters.
         unfrozen: patterns of the names that a callback unfreezes later.
 
     Raises:
         UserError: there are such parameters.
     """
-    new = set(fresh)
+    new = set(not_loaded)
     unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
     unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
     if unfilled:

@@ -101,7 +101,7 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
             with lock.lock_folder(folder, keeps):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
                 if keeps and not (folder / ".hydra").exists():  # otherwise train rewrites it after its checks
-                    resume.write_record(folder, resume.record_of(raw))
+                    resume.write_hydra_files(folder, resume.hydra_files_of(raw))
                 job(raw, folder)
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 write_conclusion(folder, "completed")  # the program wrote no summary

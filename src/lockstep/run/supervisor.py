@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import last_checkpoint_id, record_of
+from lockstep.checkpoint.resume import hydra_files_of, last_checkpoint_id
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.errors import UserError
@@ -40,7 +40,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
-    return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
+    return run_in_workers(partial(work, hydra_files=hydra_files_of(raw)), config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:

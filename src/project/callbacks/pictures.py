@@ -37,7 +37,7 @@ class Pictures(Callback):
         seconds: least time between two validations that are drawn.
     """
 
-    changes_weights = False
+    changes_weights = False  # so a record of what decides the weights leaves this callback out
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn
