@@ -115,7 +115,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         exact=keys.exact,
         shares=strategy.shares,
         staged=strategy.staged,
-        even=trains,
+        equal_pieces=trains,
     )
     _check_pairs(keys, layout, trains)
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}

@@ -70,7 +70,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     answer = WorkerResult(Outcome("completed"))
     try:
         with logs.stack_on_demand(place.rank):
-            if place.layout.has_group:
+            if place.layout.has_process_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
                 with logs.log_failure():

@@ -135,8 +135,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         if self.restarting:
             self.trainer.fit_loop._restarting = False
 
-    def continues_after_validation(self, data_fetcher: Any) -> bool:
-        """Check whether the run continues from a checkpoint of a validation, so that no step comes first.
+    def resumes_in_validation(self, data_fetcher: Any) -> bool:
+        """Check whether the run continues from a checkpoint that a validation saved, so that no step comes first.
 
         This is a part of Lightning's `advance`.
         """
