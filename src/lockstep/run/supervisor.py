@@ -51,7 +51,9 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
     """
     if external_workers() and (config.max_restarts or config.elastic):
         wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
-        raise UserError(f"{wish}: an engine restarts its workers itself: use its option, as torchrun --max-restarts=3")
+        raise UserError(
+            f"{wish}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun --max-restarts=3"
+        )
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor emulates bf16, which takes up to seven times as long as "
