@@ -63,8 +63,8 @@ def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[st
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    again = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
-    return last if any(gather_objects(again)) else last.with_name(Path(resume).name)
+    went_back = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
+    return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
 
 
 class ClaimFolder(Callback):

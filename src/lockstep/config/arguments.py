@@ -36,8 +36,8 @@ def check_arguments(arguments: list[str]) -> list[str]:
                 )
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
-            right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
-            raise UserError(f"{argument}: there is no such flag; an override has no dashes, {right}")
+            override = argument.lstrip("-") + "=<value>" * ("=" not in argument)
+            raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
     for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")

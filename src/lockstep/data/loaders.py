@@ -163,7 +163,7 @@ class StepDataset:
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
     def _micro_batch(self, epoch: int, ids_with_repeats: Ids, piece: int, device: int) -> MicroBatch:
-        """Return a micro-batch without its samples. An id with repeats is an element of `DataOrder.numbers`."""
+        """Return a micro-batch without its samples; `DataOrder.ids_with_repeats` describes the ids."""
         repeats, ids = np.divmod(ids_with_repeats, self.order.samples)
         # Each repeat of a sample in an epoch is augmented in another way, see `MicroBatch.epochs`.
         return MicroBatch(ids, device, piece, epoch + (repeats << 32))

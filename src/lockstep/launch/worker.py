@@ -28,7 +28,7 @@ class WorkerPlace:
 
     rank: int
     layout: Layout
-    hang_timeout: float  # seconds after which a collective that a rank does not join fails
+    hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
     listener: socket.socket  # the listening socket of rank zero's store

@@ -35,7 +35,7 @@ from lockstep.launch.environment import PARENT, STARTED, environment, export, ex
 from lockstep.launch.outcomes import user_code_location
 from lockstep.launch.process_group import join_external, rank_zero_prints
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, forget_decisions, ranks_with_folder
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import summary_of, write_conclusion
@@ -69,7 +69,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     disable_garbage_collector()
     code, last_line = run_command(job, config_name, pages)
     if code == 0:
-        forget_decisions()
+        remove_decisions()
     for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
     if last_line and not rank_zero_prints(last_line):

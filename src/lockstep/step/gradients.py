@@ -285,7 +285,7 @@ class ExactGradientSum(GradientSum):
         return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the exponents of the grids; raise as `GradientSum.load_state_dict`."""
+        """Restore the exponents of the grids; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
 

@@ -177,7 +177,7 @@ class StepEpochLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or ends
 
 
-def forget_logged(trainer: pl.Trainer) -> None:
+def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
     for result in (trainer._results or {}).values():
         if not result.has_reset:  # the others belong to an earlier evaluation

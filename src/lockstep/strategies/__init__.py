@@ -18,10 +18,10 @@ class Strategy:
     """The base class of the strategies in conf/strategy/, which name them by `_target_`.
 
     Args:
-        shares: relative number of pieces of each device, in rank order; None: even.
+        shares: relative number of pieces of each device, in rank order; None: equal shares.
 
     Attributes:
-        shares: as given; empty: even.
+        shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent.
         staged: whether each device has a part of the network, and every piece passes all parts.
 
@@ -77,7 +77,7 @@ class DDP(Strategy):
     """A process per device.
 
     Args:
-        shares: relative number of pieces of each device, in rank order; None: even.
+        shares: relative number of pieces of each device, in rank order; None: equal shares.
         sync_batchnorm: compute BatchNorm over the pieces that run at the same time (GPU only).
         compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd`.
     """
@@ -168,7 +168,7 @@ class DP(Strategy):
     """One process that deals the pieces to several devices.
 
     Args:
-        shares: relative number of pieces of each device; None: even.
+        shares: relative number of pieces of each device; None: equal shares.
     """
 
     def layout_name(self, devices: int) -> str:

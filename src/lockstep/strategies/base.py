@@ -48,7 +48,7 @@ class PieceStrategy(Strategy):
     substitute: Any = None
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of a step's micro-batches in order, each with the number of its micro-batch."""
+        """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch."""
         return one_by_one(len(micro_batches))
 
     @contextmanager
@@ -63,7 +63,7 @@ class PieceStrategy(Strategy):
 
     @property
     def trained_parameters_changed(self) -> bool:
-        """True if other parameters are trained than when the strategy was set up."""
+        """True if parameters were frozen or unfrozen since the strategy was set up."""
         return False
 
     def start_reducer(self, first: bool) -> None:

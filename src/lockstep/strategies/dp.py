@@ -32,7 +32,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         devices: the devices, in the order in which a step's pieces are dealt to them. The module is on the first one.
 
     Attributes:
-        devices: as given.
+        devices: the argument.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
