@@ -116,7 +116,7 @@ def fit_and_test(
     del loaded, checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
     try:
         trainer.fit(module, datamodule=data, ckpt_path=path)
-        run.fitted()
+        run.record_fit()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
@@ -128,9 +128,9 @@ def fit_and_test(
             # WeightAveraging would load from the checkpoint the weights that are not averaged.
             untyped.callbacks = [each for each in untyped.callbacks if not isinstance(each, WeightAveraging)]
             trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
-            run.tested()
+            run.record_test()
     except Interrupted as interrupted:
-        run.fitted()
+        run.record_fit()
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
