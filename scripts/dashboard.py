@@ -44,30 +44,31 @@ def main() -> int:
         command = ["-m", "tensorboard.main", "--logdir", folder, "--reload_interval", "5", *options]
         process = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        over = threading.Event()
-        looking = threading.Thread(target=look, args=(links, over))
-        looking.start()
-        speaking = threading.Thread(target=pass_on, args=(process.stderr,), daemon=True)
-        speaking.start()
+        ended = threading.Event()
+        updater = threading.Thread(target=update_until, args=(links, ended))
+        updater.start()
+        printer = threading.Thread(target=print_messages, args=(process.stderr,), daemon=True)
+        printer.start()
         try:
             return process.wait()
         except KeyboardInterrupt:
             return process.wait()
         finally:
-            over.set()
-            looking.join()
-            speaking.join(SECONDS)  # a child of TensorBoard may live longer and keep the pipe open
+            ended.set()
+            updater.join()
+            printer.join(SECONDS)  # a child of TensorBoard may live longer and keep the pipe open
 
 
-def pass_on(lines: Iterable[str]) -> None:
+def print_messages(lines: Iterable[str]) -> None:
     """Print TensorBoard's messages as they arrive."""
     for line in lines:
         if not line.startswith(HARMLESS):
             print(line, end="", file=sys.stderr, flush=True)
 
 
-def look(links: "Links", over: threading.Event) -> None:
-    while not over.wait(SECONDS):
+def update_until(links: "Links", ended: threading.Event) -> None:
+    """Update the links every few seconds until TensorBoard has ended."""
+    while not ended.wait(SECONDS):
         links.update()
 
 
@@ -89,10 +90,10 @@ class Links:
         for file in sorted(self._runs.glob("**/tensorboard/**/*tfevents*")):
             if file.parent not in self._names:
                 self._names[file.parent] = self._name(file.parent)
-            place = self._folder / self._names[file.parent]
-            place.mkdir(exist_ok=True)
+            target = self._folder / self._names[file.parent]
+            target.mkdir(exist_ok=True)
             with suppress(FileExistsError):
-                (place / file.name).symlink_to(file)
+                (target / file.name).symlink_to(file)
         if not self._columns and (hyper_parameters := [*filter(None, map(session, sorted(self._names)))]):
             self._columns = True
             write_columns(hyper_parameters, self._folder / min(self._names.values()))

@@ -254,7 +254,7 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     if "late" in options("extras"):
         one_more = {**group_file("extras", "late")["late"], "steps": steps_late(raw) + 1}
         late = {"extras": {**(raw["extras"] or {}), "late": one_more}}
-    if lateable := bool(late) and can_run({**raw, **one, **late}):
+    if can_be_late := bool(late) and can_run({**raw, **one, **late}):
         some: dict[str, dict[str, Any]] = {}  # the first layout of each strategy
         for layout in everywhere:
             if can_run({**raw, **layout, **late}):  # a pipeline sends no gradients, so they can't be late
@@ -264,7 +264,7 @@ def trials(config: Config, raw: dict[str, Any]) -> list[tuple[str, Trial]]:
     wrong = requested_layout(config, raw) | default
     for name, fault in CONTROLS.items():
         planned.append(("control", Trial(name, wrong if fault else wrong | {"lr": config.lr * 1.01}, fault)))
-    if lateable:
+    if can_be_late:
         planned.append(("control", Trial(LATE, one | late)))
     return planned
 

@@ -24,7 +24,7 @@ from lockstep.config.value_checks import group_file
 from lockstep.data import Splits
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.extras.ledger.ledger_file import NAME, STATE, config_sha256, decisive_config, parse_line, read
+from lockstep.extras.ledger.ledger_file import LEDGER_FILE, STATE, config_sha256, decisive_config, parse_line, read
 from lockstep.launch.parent import launch
 from lockstep.launch.signals import Interrupted
 from lockstep.run.training import fit_and_test
@@ -151,13 +151,13 @@ def recompute(part: Part, start: Path | None, steps: Sequence[int], folder: Path
     try:
         launch(_work, config, part.splits, folder, layout=config.layout, hang_timeout=config.hang_timeout)
     except Interrupted:
-        if not (folder / NAME).exists() or steps[-1] not in _lines(folder):
+        if not (folder / LEDGER_FILE).exists() or steps[-1] not in _lines(folder):
             raise
     return _lines(folder)
 
 
 def _lines(folder: Path) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in map(parse_line, read(folder / NAME))}
+    return {line["step"]: line for line in map(parse_line, read(folder / LEDGER_FILE))}
 
 
 def _work(config: Config, splits: Splits, folder: Path) -> None:

@@ -3,7 +3,8 @@
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=3
     python scripts/verify.py run=outputs/<name>/<timestamp> steps=[50,150] strategy=ddp devices=2
 
-The run must have been made with `extras=[ledger]`, and with `checkpoint_keep=` to start anywhere but at its beginning.
+The run must have been made with `extras=[ledger]`. To start elsewhere than at its beginning, it must have kept its
+checkpoints (`checkpoint_keep=-1`, for example).
 The program first checks the ledger: each line must follow from the one before, and the samples of all steps must be
 those of the seed. Then, for each chosen step, it trains from the last checkpoint before it up to that step, in a folder
 that is deleted afterwards. Weights and optimizer must have the bits that the ledger records. docs/extras/ledger.md
@@ -33,7 +34,7 @@ from lockstep.checkpoint.paths import step_checkpoints
 from lockstep.config.value_checks import Whole, as_text, checker, show
 from lockstep.errors import UserError
 from lockstep.extras.ledger.ledger_file import (
-    NAME,
+    LEDGER_FILE,
     config_sha256,
     hashes,
     line_sha256,
@@ -74,23 +75,23 @@ def verify(raw: dict[str, Any], folder: Path) -> None:
         UserError: there is no ledger, or nothing to start from.
     """
     try:
-        look(raw, folder)
+        verify_in(raw, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # the folder is not empty
             folder.parent.rmdir()
 
 
-def look(raw: dict[str, Any], folder: Path) -> None:
-    """Do the work of `verify`, which deletes the folder."""
-    torch.set_num_threads(1)  # this process forks
+def verify_in(raw: dict[str, Any], folder: Path) -> None:
+    """Do what `verify` promises. The caller deletes `folder` afterwards."""
+    torch.set_num_threads(1)  # this process forks, and a child lacks the threads that torch has started
     wanted, seed = check_steps("steps", raw.pop("steps")), check_seed("seed", raw.pop("seed"))
     if raw["num_nodes"] != 1 or external_workers():
         raise UserError("verify.py runs on one machine: use num_nodes=1, without torchrun")
     run = Path(str(as_text(raw.pop("run")))).expanduser()
-    path = run / NAME
+    path = run / LEDGER_FILE
     if not path.is_file():
-        raise UserError(f"run={run} has no {NAME}: start a run with extras=[ledger]")
+        raise UserError(f"run={run} has no {LEDGER_FILE}: start a run with extras=[ledger]")
     lines = chained(path)
     parts = parts_of(lines, raw, path)
     for line, part in zip(lines[1:], parts[1:], strict=True):
@@ -106,7 +107,7 @@ def look(raw: dict[str, Any], folder: Path) -> None:
         shutil.rmtree(folder / "again", ignore_errors=True)
         print(f"steps {start} to {step}: {next(iter(differing.values()), 'the same bits')}", flush=True)
         wrong |= differing
-    for note in other_here(parts[-1].about):
+    for note in differences_here(parts[-1].about):
         print(f"note: {note}")
     if wrong:
         first = min(wrong)
@@ -133,9 +134,9 @@ def chained(path: Path) -> list[Line]:
         if not line:
             raise Different(f"{path}: line {number} is not a line of a ledger: it was changed")
         if line.get("before") != (line_sha256(texts[number - 2]) if before else None):
-            wrong = before or line
+            step = (before or line)["step"]
             raise Different(
-                f"{path}: the chain breaks at step {wrong['step']}: line {max(number - 1, 1)} was changed, or the next"
+                f"{path}: the chain breaks at step {step}: line {max(number - 1, 1)} or the one after it was changed"
             )
         if before and (line["since"] != before["step"] or line["step"] < before["step"]):
             raise Different(f"{path}: step {line['step']} does not follow step {before['step']}")
@@ -146,7 +147,7 @@ def chained(path: Path) -> list[Line]:
 
 
 def parts_of(lines: Sequence[Line], raw: Mapping[str, Any], path: Path) -> list[Part]:
-    """Return, for each line, the part of the run that it ends.
+    """Return, for each line, the part of the run from the line before it to this line.
 
     Raises:
         Different: the config does not have the recorded hash, or the data differ on this machine.
@@ -185,7 +186,7 @@ def changes(before: Part, now: Part) -> str:
     return shown(join_names(parts))
 
 
-def other_here(about: Mapping[str, Any]) -> list[str]:
+def differences_here(about: Mapping[str, Any]) -> list[str]:
     """Return notes on versions and code that differ from the run's. The bits may still be the same."""
     recorded, here = about.get("versions"), versions()
     packages = recorded.items() if isinstance(recorded, dict) else ()
@@ -221,7 +222,9 @@ def checkpoints(run: Path, lines: Sequence[Line]) -> dict[int, Path | None]:
 def choose(
     wanted: int | list[int], seed: int, lines: Sequence[Line], starts: Mapping[int, Any], run: Path
 ) -> list[int]:
-    """Return the steps to compute: those that are named, or a random choice of steps that follow a start directly.
+    """Return the steps to compute: those that are named, or a random choice.
+
+    The choice is among steps whose previous line has a checkpoint to start from.
 
     Raises:
         UserError: a step is not in the ledger, or there is nothing to start from.
@@ -257,7 +260,10 @@ def compare(
     first = max(number for number, line in enumerate(lines) if line["step"] == start)
     within = [line for line in lines[first + 1 :] if line["step"] <= step]
     if len({line["config_sha256"] for line in within}) > 1:
-        raise UserError(f"steps=[{step}]: after step {start}, the nearest with a checkpoint, the run's config changed")
+        raise UserError(
+            f"steps=[{step}]: training would start at step {start}, and the run's config changed in between: "
+            "name another step"
+        )
     try:
         check_checkpoint(starts[start], lines[first])
         computed = recompute(parts[first + len(within)], starts[start], [line["step"] for line in within], folder)
@@ -266,7 +272,7 @@ def compare(
             if odd := [word for key, word in HASHES.items() if again.get(key) != line.get(key)]:
                 mine = checkpoint_io.load(folder / "checkpoints" / "last.ckpt")
                 detail = first_difference(mine, saved) if saved and mine["global_step"] == line["step"] else ""
-                return {line["step"]: f"other {' and '.join(odd)}{'; first ' * bool(detail)}{detail}"}
+                return {line["step"]: f"other {' and '.join(odd)}{'; first difference: ' * bool(detail)}{detail}"}
     except Different as wrong:
         return {wrong.step: str(wrong)}
     return {}

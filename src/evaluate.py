@@ -12,7 +12,7 @@ from lockstep.run import cli
 def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     """Evaluate: find the checkpoint, open its data, and launch the workers, which test."""
     from lockstep.data.build import open_data
-    from lockstep.run.evaluation import check_same_images, config_of, find_checkpoint_and_record, with_tested
+    from lockstep.run.evaluation import check_same_images, choose_test_images, config_of, find_checkpoint_and_record
     from lockstep.run.evaluation import evaluate as work
     from lockstep.run.supervisor import run_in_workers
 
@@ -21,7 +21,7 @@ def evaluate(raw: dict[str, Any], folder: Path) -> Any:
     config = config_of(checkpoint, record, raw)
     splits = open_data(config.data, config.data_dir, config.seed)
     check_same_images(checkpoint, record, splits.spec)
-    return run_in_workers(work, config, with_tested(splits, split, raw, record), folder)
+    return run_in_workers(work, config, choose_test_images(splits, split, raw, record), folder)
 
 
 if __name__ == "__main__":

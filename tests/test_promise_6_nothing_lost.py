@@ -22,7 +22,7 @@ from plain import scalars
 
 from lockstep.checkpoint import resume
 from lockstep.checkpoint.compatible import differences
-from lockstep.checkpoint.resume import expand_resume, write_record
+from lockstep.checkpoint.resume import expand_resume, write_hydra_files
 from lockstep.checkpoint.resume import expand_sweep_resume as arguments
 from lockstep.checkpoint.start import checkpoint_to_load
 from lockstep.errors import UserError
@@ -364,7 +364,7 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, older = {"overrides.yaml": "- resume=step_5"}, tmp_path / "checkpoints" / "step_5.ckpt"
-    write_record(tmp_path, {"overrides.yaml": "- another=command"})
+    write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
 
     def start() -> Path:
         environment.cache_clear()
@@ -375,9 +375,9 @@ def test_a_run_that_has_gone_back_does_not_go_back_again_when_it_is_started_agai
         with monkeypatch.context() as patched:
             patched.setenv("SLURM_JOB_ID", "77")
             patched.setenv(variable, "1")
-            write_record(tmp_path, {"overrides.yaml": "- another=command"})
+            write_hydra_files(tmp_path, {"overrides.yaml": "- another=command"})
             assert start() == older, "it was killed before its first step"
-            write_record(tmp_path, record)
+            write_hydra_files(tmp_path, record)
             assert start() == older.with_name("last.ckpt")
     assert start() == older, "the user has typed it once more"
     environment.cache_clear()

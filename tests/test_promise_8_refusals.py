@@ -37,7 +37,7 @@ REFUSED: list[tuple[str, str]] = [
         "model=resnet18 model.nrom=1",
         "model.nrom: .*did you mean norm.*known: .*label_smoothing, name, norm, pretrained, stem$",
     ),
-    ("debug.one_batch=true", "debug.one_batch: there is no such key; debug=<name> adds some: batch, overfit"),
+    ("debug.one_batch=true", "debug.one_batch: .*files of debug add keys: give debug=<name>, one of batch, overfit"),
     ("trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
     ("+trainer.max_epochs=3", "trainer.max_epochs: there is no such key; did you mean max_epochs"),
     ("trainer=ddp", "trainer: there is no such key; .*at the top level: strategy=ddp devices=2"),
@@ -314,7 +314,7 @@ def test_a_model_file_without_a_name_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("_target_: project.models.MnistCNN\n")
     run = Program(tmp_path / "outputs")(f"hydra.searchpath=[file://{tmp_path}]", "model=mine", ok=False)
-    must_be_refused(run, "model.name: conf/model/mine.yaml has no name for the run's folder: add a line name: mine")
+    must_be_refused(run, "model.name: conf/model/mine.yaml has no name for the run's folder: add the line `name: mine`")
 
 
 def test_what_only_the_first_step_can_refuse_leaves_nothing_either(project: Path, tmp_path: Path) -> None:

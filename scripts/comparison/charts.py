@@ -13,7 +13,7 @@ from common.showing import our_pyplot, style
 from comparison.runs import Group, Lines, brief
 
 pyplot = our_pyplot()
-MOST = 12  # groups in a plot of curves: the most accurate, which come first
+MAX_GROUPS = 12  # groups in a plot of curves: the most accurate, which come first
 GRID = 200  # points at which the seeds' curves are averaged
 DECADE = 10  # the axis is logarithmic if the largest value is this many times the smallest, or more
 
@@ -21,14 +21,14 @@ DECADE = 10  # the axis is logarithmic if the largest value is this many times t
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
     """Draw the plots that the groups have data for. Return the names of the files."""
     shown = [group for group in groups if group.completed]
-    some = f" (the best {MOST} of {len(shown)})" if len(shown) > MOST else ""
+    some = f" (the best {MAX_GROUPS} of {len(shown)})" if len(shown) > MAX_GROUPS else ""
     made = []
     for name, tag, title in (
         ("loss.png", "train/loss", f"Training loss{some}"),
         ("accuracy.png", "val/acc", f"Validation accuracy{some}"),
     ):
-        if any(tag in run.curves for group in shown[:MOST] for run in group.completed):
-            _curves(shown[:MOST], tag, title, folder / name)
+        if any(tag in run.curves for group in shown[:MAX_GROUPS] for run in group.completed):
+            _curves(shown[:MAX_GROUPS], tag, title, folder / name)
             made.append(name)
     if any(group.speed for group in shown):
         _speeds(shown, folder / "speed.png")

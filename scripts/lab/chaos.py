@@ -31,7 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from campaigns.campaign import Campaign, schedule
 from campaigns.faults import FAULTS
-from campaigns.machines import LASTING, SeveralMachines
+from campaigns.machines import EPOCHS_PER_FAULT, SeveralMachines
 from campaigns.program import one_each, run_campaigns
 from campaigns.runs import Runs
 from network.machines import Machines, NoMachines
@@ -81,15 +81,15 @@ def main() -> int:
         return 2
 
 
-def planned(chosen: argparse.Namespace, work: Path, places: ExitStack) -> list[Campaign]:
-    """Return the campaigns that the user asked for. `places` closes what they need."""
+def planned(chosen: argparse.Namespace, work: Path, stack: ExitStack) -> list[Campaign]:
+    """Return the campaigns that the user asked for. `stack` closes what they need."""
     overrides = [*JOB, *(EXACT if chosen.exact or chosen.machines else ())]
     if chosen.machines:
-        overrides.append(f"max_epochs={2 + LASTING * chosen.faults}")
+        overrides.append(f"max_epochs={2 + EPOCHS_PER_FAULT * chosen.faults}")
     job = one_each([*overrides, *chosen.overrides])
     rng = Random(chosen.seed)
     if chosen.machines:
-        machines, name = places.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
+        machines, name = stack.enter_context(Machines(chosen.machines)), f"{chosen.machines} machines"
         return [SeveralMachines(machines, chosen.faults, name, job, work / "machines", rng, chosen.control)]
     layouts = {name: [LAYOUTS[name]] for name in chosen.layouts.split(",")}
     layouts = {"exact": EXACT_LAYOUTS} if chosen.exact else layouts

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from trials.judging import Row, allowed, distances, evaluation, judge
 from trials.record import YARDSTICKS, roundoff
-from trials.trial import FULL, Outcome, Trial, counted, run
+from trials.trial import FULL_STEPS, Outcome, Trial, counted, run
 
 from lockstep.config.check import check
 from lockstep.config.value_checks import group_file
@@ -27,7 +27,7 @@ LAYOUTS = {
     "ddp, 3 devices": ("ddp", 3),
     "dp, 2 devices": ("dp", 2),
 }
-STEPS = FULL + 1  # the least number of steps: one epoch
+STEPS = FULL_STEPS + 1  # the least number of steps: one epoch
 COLUMNS = {
     "default": "by default",
     "exact": "exact=true",

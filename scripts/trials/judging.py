@@ -93,11 +93,11 @@ class Row:
 
 def judge(kind: str, names: tuple[str, str], result: Outcome, reference: Outcome, tolerance: Distances | None) -> Row:
     """Return a trial's row. Under exact the bits decide the verdict, otherwise the distances."""
-    away = distances(result, reference)
+    distance = distances(result, reference)
     same_bits = result.sha256 == reference.sha256
     same_samples = result.samples == reference.samples
     evaluated, expected = (evaluation(outcome) for outcome in (result, reference))
-    left = away.leaves(tolerance) if tolerance is not None else 0
+    left = distance.leaves(tolerance) if tolerance is not None else 0
     if kind == "yardstick":
         verdict, passed = "yardstick", True
     elif kind == "control":
@@ -114,7 +114,7 @@ def judge(kind: str, names: tuple[str, str], result: Outcome, reference: Outcome
     if result is reference:
         verdict = "reference"
     shown = "/".join(map(str, evaluated))
-    return Row(kind, *names, verdict, passed, None if kind == "pieces" else same_samples, same_bits, away, shown)
+    return Row(kind, *names, verdict, passed, None if kind == "pieces" else same_samples, same_bits, distance, shown)
 
 
 def evaluation(outcome: Outcome) -> list[int]:

@@ -31,7 +31,7 @@ from lockstep.launch.parent import launch
 from lockstep.launch.process_group import leave_group
 from lockstep.run.training import fit_and_test
 
-FULL = 2  # full steps before the short one: a wrong short step shows before rounding has grown
+FULL_STEPS = 2  # full steps before the short one: a wrong short step shows before rounding has grown
 USUAL = {"meter", "console", "dashboard", "pictures", "checkpoint"}  # callbacks that do not change training
 Tensors = dict[str, NDArray[Any]]
 T = TypeVar("T")
@@ -91,7 +91,7 @@ def shorten(splits: Splits, steps: int, batch_size: int, pieces: int, tail: int 
             layouts some devices, have none.
     """
     tail = min(tail or max(1, pieces // 2), batch_size)
-    full = max(1, min(FULL, (len(splits.train) - tail) // batch_size))
+    full = max(1, min(FULL_STEPS, (len(splits.train) - tail) // batch_size))
     return replace(splits, train=Subset(splits.train, range(min(full * batch_size + tail, len(splits.train)))))
 
 

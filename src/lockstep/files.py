@@ -44,7 +44,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def write(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
-    """Write `content` to `path` atomically; raise as `replacing` does."""
+    """Write `content` to `path` atomically; raise what `replacing` raises."""
     with replacing(path) as file:
         file.write(content)
 

@@ -1,1 +1,1 @@
-"""Your code: the nets and the data sets of this project. The engine, `lockstep`, imports nothing from it."""
+"""Your code: the nets and the data sets of this project. `lockstep` imports nothing from it."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.arithmetic.exact_sum import CHUNK, HEAD, CorruptMessage, ExactSum, reduce_alone
-from lockstep.arithmetic.layout import MOST_EXACT
+from lockstep.arithmetic.layout import MAX_PIECES_EXACT
 
 SHAPES = [(3,), (4, 2, 3, 3), (1,), (2 * CHUNK + 8_928,)]
 Addend = list[Tensor]
@@ -136,11 +136,11 @@ def test_as_many_addends_as_a_layout_may_have_do_not_overflow(value: float) -> N
     for step in range(2):
         exact.exponents = [-HEAD + 1] if step else [None]
         exact.begin()
-        for _ in range(MOST_EXACT):
+        for _ in range(MAX_PIECES_EXACT):
             exact.add([torch.full((3,), value)])
-        assert bool(exact.rounded[0]) == bool(step)
+        assert bool(exact.num_added[0]) == bool(step)
         (total,) = exact.total(reduce_alone)
-        assert torch.allclose(total, torch.full((3,), MOST_EXACT * value), rtol=1e-6)
+        assert torch.allclose(total, torch.full((3,), MAX_PIECES_EXACT * value), rtol=1e-6)
 
 
 def test_what_falls_below_its_grid_is_found_again() -> None:
@@ -199,13 +199,13 @@ def test_each_flipped_bit_of_a_message_is_seen() -> None:
         exact.begin(6)
         exact.add(addend)
         exact.pack()
-    arrived = mine.units + theirs.units
+    arrived = mine.message + theirs.message
     for at in range(len(arrived)):
-        mine.units.copy_(arrived)
-        mine.units[at] ^= (1 << 7 * at % 63) if at % 5 else -(2**63)
+        mine.message.copy_(arrived)
+        mine.message[at] ^= (1 << 7 * at % 63) if at % 5 else -(2**63)
         with pytest.raises(CorruptMessage, match=r"^step 7: the sums( of a to c)? do not match what the ranks sent"):
             mine.unpack(reduce_alone, 1)
-    mine.units.copy_(arrived)
+    mine.message.copy_(arrived)
     sums, _ = mine.unpack(reduce_alone, 1)
     assert same(sums, [a + b for a, b in zip(one, other, strict=True)])
 

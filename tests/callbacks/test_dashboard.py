@@ -254,7 +254,9 @@ def test_any_module_that_gives_logits_is_drawn_and_others_are_left_alone(
     module: pl.LightningModule, drawn: bool, tmp_path: Path
 ) -> None:
     data = open_data({"_target_": "project.data.synthetic", "samples": 60, "image_size": 12, "num_classes": 3}, "data")
-    layout = resolve(strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, even=False)
+    layout = resolve(
+        strategy="single", accelerator="cpu", devices=1, num_nodes=1, batch_size=8, pieces=1, equal_pieces=False
+    )
     loggers = [TensorBoardLogger(tmp_path, name="", version="tensorboard"), CSVLogger(tmp_path, name="", version="csv")]
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=loggers, callbacks=[Pictures()], **quiet)

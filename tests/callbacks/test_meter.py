@@ -23,7 +23,7 @@ class Steps(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         found = meter.find_meter(trainer)
         assert found is not None
-        if found.fresh:
+        if found.just_measured:
             self.seen[trainer.global_step] = dict(found.latest)
 
 

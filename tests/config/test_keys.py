@@ -1,4 +1,4 @@
-"""Each key of conf/ does something: what is built of another value is another thing, or the engine reads it."""
+"""Each key of conf/ does something: what is built of another value is another thing, or Lockstep reads it."""
 
 import re
 from collections import ChainMap
@@ -194,7 +194,7 @@ def test_each_key_of_a_group_changes_what_is_built(
         assert built(group, raw, images) != before, f"{key}={place[name]} changes nothing"
 
 
-ENGINE = "\n".join(
+LOCKSTEP = "\n".join(
     path.read_text()
     for path in (ROOT / "src").rglob("*.py")
     if path.relative_to(ROOT / "src").as_posix() not in ("lockstep/run/config.py", "lockstep/run/schema.py")
@@ -205,23 +205,23 @@ OF_HYDRA = {"outputs"}  # conf/hydra/default.yaml has it in the run's folder
 
 @pytest.mark.parametrize("key", sorted({field.name for field in fields(Keys)} - OF_HYDRA))
 def test_each_key_of_the_front_page_is_read(key: str) -> None:
-    """In the layout, in the learning rate of a step, in a worker's threads, or by the engine, in words."""
+    """In the layout, in the learning rate of a step, in a worker's threads, or by Lockstep, in words."""
     others = {"accelerator": None, "num_nodes": None, "lr_scaling": "linear", "threads": 1000}
     raw = composed("accelerator=cpu", "lr_scaling=sqrt", "data=synthetic")
-    read = re.search(rf"\b(?:config|cfg)\.{key}\b", ENGINE) is not None
+    read = re.search(rf"\b(?:config|cfg)\.{key}\b", LOCKSTEP) is not None
     if key in LAYOUT or key in ("lr", "lr_scaling", "reference_batch_size", "threads"):
         value = others[key] if key in others else other(key, raw[key] if raw[key] is not None else 1, "")
         if value is not None:
             raw |= {"batch_size": 64 * 3}
             before, after = check(raw), check(raw | {key: value})
-            of_both = [(each.layout, each.step_lr, each.worker_threads) for each in (before, after)]
+            of_both = [(each.layout, each.peak_lr, each.worker_threads) for each in (before, after)]
             read = of_both[0] != of_both[1]
     if key == "num_nodes":  # which the engine decides that starts workers on machines
-        with pytest.raises(UserError, match="num_nodes=2: on several machines an engine starts the workers"):
+        with pytest.raises(UserError, match="num_nodes=2: on several machines torchrun, SLURM or MPI must start"):
             check(composed("num_nodes=2"))
         return
     assert read or key == "accelerator", f"nobody reads {key}"
-    assert not re.search(rf"\b(?:config|cfg)\.{key}_\b", ENGINE), "the control"
+    assert not re.search(rf"\b(?:config|cfg)\.{key}_\b", LOCKSTEP), "the control"
 
 
 def test_every_key_of_the_front_page_is_one_of_the_schema() -> None:

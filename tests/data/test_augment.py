@@ -13,7 +13,7 @@ def test_finish_normalises_in_the_modules_dtype(dtype: torch.dtype) -> None:
     dataset = arrays(30)
     data = module(splits(dataset), layout(batch_size=8), net=torch.nn.Linear(1, 1).to(dtype))
     micro_batch = step_batches(data)[0].micro_batches[0]
-    x, y = data.finish(micro_batch)
+    x, y = data.prepare(micro_batch)
     wanted = (dataset.images[micro_batch.ids].double() / 255 - 0.4) / 0.2
     assert x.dtype == dtype
     assert torch.allclose(x.double(), wanted, atol={torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 3e-2))

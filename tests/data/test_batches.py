@@ -126,7 +126,7 @@ def test_a_plain_dataset_passes_unchanged() -> None:
     x, y = torch.randn(20, 3), torch.arange(20)
     data = module(splits(TensorDataset(x, y), evaluated=TensorDataset(x, y)), layout(batch_size=6))
     micro_batch = step_batches(data)[0].micro_batches[0]
-    got_x, got_y = data.finish(micro_batch)
+    got_x, got_y = data.prepare(micro_batch)
     assert torch.equal(got_x, x[micro_batch.ids])
     assert torch.equal(got_y, y[micro_batch.ids])
     assert [len(batch[0]) for batch in data.val_dataloader()] == [12, 8]

@@ -53,7 +53,7 @@ def data(on: Layout, put: bool, rank: int = 0, workers: int = 0) -> DataModule:
 def seen(made: DataModule) -> list[torch.Tensor]:
     """All that training, validation and test get to see."""
     micro_batches = [micro_batch for step_batch in step_batches(made) for micro_batch in step_batch.micro_batches]
-    trained = [part for micro_batch in micro_batches for part in made.finish(micro_batch)]
+    trained = [part for micro_batch in micro_batches for part in made.prepare(micro_batch)]
     evaluated = [*made.val_dataloader(), *made.test_dataloader()]
     return trained + [part for batch in evaluated for part in made.on_after_batch_transfer(batch, 0)]
 

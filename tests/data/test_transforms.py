@@ -229,7 +229,7 @@ def test_a_repeated_sample_is_augmented_anew() -> None:
     (micro_batch,) = step_batches(found)[0].micro_batches
     repeated = micro_batch.ids == 39
     assert repeated.sum() == 20
-    images = found.finish(micro_batch)[0][torch.from_numpy(repeated)]
+    images = found.prepare(micro_batch)[0][torch.from_numpy(repeated)]
     assert len({image.numpy().tobytes() for image in images}) > 8
     erasing = Transformed(dataset, [v2.RandomErasing(p=1)], "")
     images = fetch(erasing, micro_batch.ids, 3, micro_batch.epochs)[0][torch.from_numpy(repeated)]

@@ -115,6 +115,6 @@ def test_workers_of_others_are_started_again_by_them(
     environment.cache_clear()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "theirs")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=rf"^{asked}: an engine restarts its workers itself"):
+    with pytest.raises(UserError, match=rf"^{asked}: torchrun, SLURM or MPI restarts its own workers"):
         run_in_workers(print, config, SimpleNamespace(train=range(640)), tmp_path)
     assert not list(tmp_path.iterdir())

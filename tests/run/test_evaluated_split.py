@@ -10,7 +10,7 @@ from small_data import config, write_images
 
 from lockstep.data.build import open_data
 from lockstep.errors import UserError
-from lockstep.run.evaluation import with_tested
+from lockstep.run.evaluation import choose_test_images
 
 
 def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_all_images_of_another_folder_are_tested(tmp_path: Path) -> None:
 
     def tested(folder: str, split: Any = None, given: bool = True) -> tuple[int, str]:
         splits = open_data(config("image_folder"), str(tmp_path / folder))
-        found = with_tested(splits, split, {"data_dir": folder if given else None}, record)
+        found = choose_test_images(splits, split, {"data_dir": folder if given else None}, record)
         return len(found.test), found.about
 
     assert tested("here") == tested("here", given=False) == tested("moved") == (4, "tested: 4 of 40 images, split=test")

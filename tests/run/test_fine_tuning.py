@@ -235,15 +235,15 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     begun = weights.load_weights("init_from", model, str(tmp_path / "bare.pth"))
     frozen = sum(size for name, size in sizes.items() if name.startswith("net.conv1."))
     logits = sizes["net.logits.weight"] + sizes["net.logits.bias"]
-    counted = parameter_counts(model, [*begun.fresh, "net.norm1.running_mean"])
+    counted = parameter_counts(model, [*begun.not_loaded, "net.norm1.running_mean"])
     assert counted == (sum(sizes.values()) - frozen, frozen, logits)
     model.net.logits.requires_grad_(False)
-    weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"], ["net.log*"])  # which trains later
-    weights.refuse_frozen("init_from=x", model, begun.fresh, [])  # frozen by its own code
+    weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"], ["net.log*"])  # which trains later
+    weights.refuse_frozen("init_from=x", model, begun.not_loaded, [])  # frozen by its own code
     with pytest.raises(
         UserError, match=r"init_from=x: has no net\.logits\.weight, net\.logits\.bias, and model\.freeze"
     ):
-        weights.refuse_frozen("init_from=x", model, begun.fresh, ["net.logits.*"])
+        weights.refuse_frozen("init_from=x", model, begun.not_loaded, ["net.logits.*"])
 
 
 def test_files_without_usable_weights_are_refused_in_a_line(tmp_path: Path) -> None:

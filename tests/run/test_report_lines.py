@@ -158,5 +158,5 @@ def test_chance_has_a_margin_around_a_guess_among_all_classes() -> None:
 
 
 def test_the_dashboard_passes_on_all_but_tensorflows_absence(capsys: pytest.CaptureFixture[str]) -> None:
-    dashboard.pass_on(["TensorFlow installation not found - x\n", "TensorBoard 2 at y\n"])
+    dashboard.print_messages(["TensorFlow installation not found - x\n", "TensorBoard 2 at y\n"])
     assert capsys.readouterr().err == "TensorBoard 2 at y\n"

@@ -83,7 +83,7 @@ def test_a_signal_ends_the_sweep(run_train: Program) -> None:
     assert "Traceback" not in run.stderr
     assert (run.summary["status"], run.summary["error"]) == ("interrupted", "interrupted by SIGTERM")
     assert run.summary["last_checkpoint"] == "checkpoints/last.ckpt"
-    assert "to run the missing jobs" in run.stderr
+    assert "to run the remaining jobs" in run.stderr
 
 
 def test_jobs_die_with_their_sweep(run_train: Program) -> None:
@@ -171,7 +171,7 @@ def test_a_sweep_goes_on_with_the_config_folder_that_it_was_given(recorded: Path
 
 @pytest.mark.parametrize("changed", ["seed=0,1,2", "seed=1", "batch_size=32,64"])
 def test_resuming_does_not_list_other_jobs(recorded: Path, changed: str) -> None:
-    with pytest.raises(UserError, match=f"{changed}: sweep.resume= runs the sweep's own jobs"):
+    with pytest.raises(UserError, match=f"{changed}: sweep.resume= runs the jobs that the sweep lists"):
         arguments([changed, f"sweep.resume={recorded}"])
 
 

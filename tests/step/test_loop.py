@@ -118,7 +118,7 @@ class Whole(DataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return (
-            self.finish(batch.micro_batches[0])
+            self.prepare(batch.micro_batches[0])
             if isinstance(batch, StepBatch)
             else super().on_after_batch_transfer(batch, 0)
         )

@@ -39,7 +39,7 @@ class Clock(pl.Callback):
         self.ends: list[float] = []
         self.backward: list[float] = []  # when each backward pass of the step began
         self.took: list[float] = []
-        self.begun = (0.0, 0)  # seconds waited and bytes sent when the first step ended
+        self.first_end = (0.0, 0)  # seconds waited and bytes sent when the first step ended
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.gradients:
@@ -64,7 +64,7 @@ class Clock(pl.Callback):
         if self.ends:
             self.ready.append([end - self.ends[-1] for end in self.complete])
         self.ends.append(_now(pl_module))
-        self.begun = self.begun if self.ends[1:] else self._so_far(trainer)
+        self.first_end = self.first_end if self.ends[1:] else self._so_far(trainer)
         self.took += [end - start for start, end in pairwise(self.backward)]
         self.backward = []
 
@@ -80,7 +80,7 @@ class Clock(pl.Callback):
         stored = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
         state = [value for each in trainer.optimizers[0].state.values() for value in each.values()]
         record["held"] = sum(each.nbytes for each in [*stored, *state] if torch.is_tensor(each))
-        waited, sent = (now - then for now, then in zip(self._so_far(trainer), self.begun, strict=True))
+        waited, sent = (now - then for now, then in zip(self._so_far(trainer), self.first_end, strict=True))
         record |= {"waits": waited / max(sum(steps), 1e-9), "sent": sent / max(len(steps), 1)}
         record["ready"] = [median(times) for times in zip(*self.ready, strict=True)]
         Path(trainer.default_root_dir, f"clock_{trainer.global_rank}.json").write_text(json.dumps(record))

@@ -27,7 +27,7 @@ AXES = {  # numbers, and the overrides of a run
     "steps": ((100, 1_000, 10_000), "max_steps={} batch_size=16 data.samples=10000"),
 }
 # Print the seconds and MiB of the data set alone, in a new process: uint8 images, int64 labels.
-MAKING = """
+OPEN_DATA = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from lockstep.config.check import check
@@ -40,11 +40,11 @@ images, labels = splits.train.images, splits.train.labels
 print(time.perf_counter() - began, 1.2 * (images.nbytes + labels.nbytes) / 2**20)  # a fifth more for the test split
 """
 TITLES = {"step": "ms a step", "start": "s to the first step", "memory": "MiB, all processes"}
-FLAT = 1.1  # the goal for quantities that must not grow
+GROWTH_GOAL = 1.1  # the goal for quantities that must not grow
 
 
 @dataclass(frozen=True)
-class Taken:
+class Cost:
     """The cost of one run without its data set.
 
     Seconds to the first step, ms per step, and MiB of all processes together, with shared pages counted once.
@@ -57,14 +57,14 @@ class Taken:
 
 def growth(rounds: int = 2) -> list[Row]:
     """Run all axes, draw them, and return the rows."""
-    results: dict[str, dict[int, list[Taken]]] = {}
+    results: dict[str, dict[int, list[Cost]]] = {}
     for axis, (numbers, overrides) in AXES.items():
         results[axis] = {number: [] for number in numbers}
         for number in numbers * rounds:
-            results[axis][number].append(take([*TASK, *overrides.format(number).split()]))
+            results[axis][number].append(measure([*TASK, *overrides.format(number).split()]))
     draw(results)
-    goals = {("samples", "start"): FLAT, ("samples", "step"): FLAT, ("samples", "memory"): FLAT}
-    goals |= {("steps", "step"): FLAT, ("steps", "memory"): FLAT}
+    goals = {("samples", "start"): GROWTH_GOAL, ("samples", "step"): GROWTH_GOAL, ("samples", "memory"): GROWTH_GOAL}
+    goals |= {("steps", "step"): GROWTH_GOAL, ("steps", "memory"): GROWTH_GOAL}
     rows = []
     for axis, runs in results.items():
         first, *_, last = runs
@@ -75,19 +75,19 @@ def growth(rounds: int = 2) -> list[Row]:
     return rows
 
 
-def take(overrides: list[str]) -> Taken:
+def measure(overrides: list[str]) -> Cost:
     """Run train.py once and return its cost."""
     with tempfile.TemporaryDirectory() as outputs:
         _, memory = watch(["src/train.py", *overrides, f"outputs={outputs}"], workers=True)
         (file,) = Path(outputs).rglob("summary.json")
         ended = summary_of(file.parent)
-    making, data = map(float, program("-c", MAKING, str(ROOT / "src"), *overrides).split())
+    opening, data = map(float, program("-c", OPEN_DATA, str(ROOT / "src"), *overrides).split())
     speed = ended["throughput"]
     step = 1000 * ended["layout"]["batch_size"] / speed["samples_per_second"]
-    return Taken(speed["seconds_to_first_step"] - making, step, memory - data)
+    return Cost(speed["seconds_to_first_step"] - opening, step, memory - data)
 
 
-def draw(results: dict[str, dict[int, list[Taken]]]) -> None:
+def draw(results: dict[str, dict[int, list[Cost]]]) -> None:
     """Draw medians over rounds, with a column of panels for each axis."""
     pyplot = our_pyplot()
     figure, panels = pyplot.subplots(3, len(results), figsize=(3 * len(results), 7.5), sharex="col")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from campaigns.processes import Process
 
 HOUR = 3600
-GONE = 8  # seconds until all processes must have ended: loader processes check for their parent every 5
+END_SECONDS = 8  # seconds until all processes must have ended: loader processes check for their parent every 5
 T = TypeVar("T")
 
 
@@ -60,7 +60,7 @@ class Campaign:
         """Check a process after its end: exit code, remaining processes, traceback."""
         if process.code not in codes:
             self.problem(f"exit code {process.code}, not {' or '.join(map(str, sorted(codes)))}", process)
-        if commands := process.left(GONE):
+        if commands := process.kill_remaining(END_SECONDS):
             self.problem(f"processes left behind: {', '.join(sorted(commands))}", process)
         if "Traceback" in process.text:
             self.problem("a traceback on the console", process)

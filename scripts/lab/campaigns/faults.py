@@ -10,7 +10,7 @@ from resource import RLIMIT_FSIZE, prlimit
 
 from campaigns.processes import Process
 
-FULL = 1 << 18  # largest file in bytes on a full disk: less than a checkpoint
+FULL_DISK_BYTES = 1 << 18  # largest file in bytes on a full disk: less than a checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Fault:
         if self.target == "disk":
             for pid in (process.pid, *ranks):
                 with suppress(ProcessLookupError):
-                    prlimit(pid, RLIMIT_FSIZE, (FULL, FULL))
-            return f"at {FULL >> 10} kB"
+                    prlimit(pid, RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+            return f"at {FULL_DISK_BYTES >> 10} kB"
         number = rng.randrange(len(ranks) or 1)
         pids = {"rank": ranks[number : number + 1], "parent": [process.pid], "all": [*process.members()]}[self.target]
         for at, signum in enumerate(self.signals):

@@ -18,9 +18,9 @@ from lockstep.extras.audit.choice import choose_piece
 from lockstep.extras.audit.hook import AuditHook
 
 PLACES = ("weights", "activations", "gradients", "sent", "received", "checkpoint")
-NAME = "struck.json"  # in the run's folder: the first flip
+FLIP_FILE = "struck.json"  # in the run's folder: the first flip
 SECONDS = 0.5  # extra time of a step under `Pace`
-LEAST = 1000  # smallest number of elements in a sum of gradients; other sums are shorter
+MIN_ELEMENTS = 1000  # smallest number of elements in a sum of gradients; other sums are shorter
 
 
 class Pace(Callback):
@@ -50,7 +50,7 @@ class Flips(Callback):
     """
 
     def __init__(self, folder: Path, place: str, rank: int | None, step: int, bits: int, lasting: bool, seed: int):
-        self.file, self.place, self.rank, self.step = folder / NAME, place, rank, step
+        self.file, self.place, self.rank, self.step = folder / FLIP_FILE, place, rank, step
         self.bits, self.lasting, self.seed = bits, lasting, seed
         self.names: list[str] = []  # parameters or layers that may be hit
         self.now = 0  # the current step if it is hit on this rank, else 0
@@ -143,7 +143,7 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         c10d, sent = torch.ops.c10d, self.flips.place == "sent"
         struck = c10d.allreduce_.default, c10d.send.default if sent else c10d.recv_.default
-        if func not in struck or len(args[0][0]) < LEAST or self.flips.is_over:
+        if func not in struck or len(args[0][0]) < MIN_ELEMENTS or self.flips.is_over:
             return func(*args, **(kwargs or {}))
         if sent:
             self.flips._strike("the sum", args[0][0])

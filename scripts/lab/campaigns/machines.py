@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
-from campaigns.campaign import GONE, Campaign, schedule
+from campaigns.campaign import END_SECONDS, Campaign, schedule
 from campaigns.faults import KILLED
 from campaigns.processes import Process
 from network.machines import Machines
@@ -21,7 +21,7 @@ from lockstep.checkpoint import io as checkpoint_io
 
 LINKS = {"link down for 5 s": 5, "link down for 20 s": 20}
 KINDS = ["worker killed", "machine killed", *LINKS, "store killed", "all killed"]
-LASTING = 6  # epochs of the run for each fault, so that it outlasts them
+EPOCHS_PER_FAULT = 6  # so many that the run outlasts its faults
 PATIENCE = 180  # seconds until machines must compute again, or end
 PORT = 29500
 LOST = (1,)  # exit code of torchrun when its store is lost
@@ -54,17 +54,17 @@ class SeveralMachines(Campaign):
             for number, home in enumerate(self.homes):
                 home.mkdir()
                 self._start(number)
-            while self._whole() and self.faults:
+            while self._wait_for_all() and self.faults:
                 kind, at = self.faults.pop(0), time.monotonic()
                 self.struck.append(kind)
                 after, hit = self.processes[0].age, self._strike(kind)
-                whole = f"whole after {time.monotonic() - at:.0f} s" if self._whole() else "the run was over"
+                whole = f"whole after {time.monotonic() - at:.0f} s" if self._wait_for_all() else "the run was over"
                 self.print_line(f"{kind} ({hit}) after {after:.1f} s", whole)
             if self.faults:
                 self.problem(f"the run ended before {len(self.faults)} faults")
             self.last_fault.touch()
             for number in range(len(self.homes)):
-                self._ended(number, 0)
+                self._check_end_of(number, 0)
             self._check_homes()
         finally:
             for number, process in self.processes.items():
@@ -80,7 +80,7 @@ class SeveralMachines(Campaign):
         engine += [f"--rdzv-conf=is_host={int(number == self.server)},{RENDEZVOUS}"]
         command = self.machines.command(number, engine, hidden=[other for other in self.homes if other != home])
         overrides = [f"resume={home / self.folder}", *self.arguments] if self.folder else self.arguments
-        self.processes[number] = Process([*overrides, f"outputs={home}"], elsewhere=command)
+        self.processes[number] = Process([*overrides, f"outputs={home}"], prefix=command)
 
     def _strike(self, kind: str) -> str:
         """Inject a fault. Return its target in words."""
@@ -95,7 +95,7 @@ class SeveralMachines(Campaign):
             self.machines.link(number, up=True)
         elif kind == "machine killed":
             self.machines.kill(number)
-            self._ended(number, *KILLED)
+            self._check_end_of(number, *KILLED)
             time.sleep(self.rng.uniform(1, 5))
             self._start(number)
         else:
@@ -103,13 +103,13 @@ class SeveralMachines(Campaign):
             for each in killed:
                 self.machines.kill(each)
             for each in everybody:
-                self._ended(each, *(KILLED if each in killed else LOST))
+                self._check_end_of(each, *(KILLED if each in killed else LOST))
             struck, self.server = self.server, number
-            self._go_on()
+            self._restart_all()
             return "all" if killed == everybody else f"machine {struck}"
         return f"machine {number}"
 
-    def _go_on(self) -> None:
+    def _restart_all(self) -> None:
         """Start all machines again, as a user does with the run's folder."""
         (self.folder, *strays) = sorted({Path(*path.parts[-2:]) for home in self.homes for path in home.glob("*/*")})
         if strays:
@@ -119,7 +119,7 @@ class SeveralMachines(Campaign):
         self.arguments = ["seed=1"] if self.control else []
         for number in range(len(self.homes)):
             self._start(number)
-        self._whole()
+        self._wait_for_all()
         output = "\n".join(process.text for process in self.processes.values())
         if max(map(int, re.findall(r"resumes after step (\d+)", output)), default=0) < newest:
             self.problem(
@@ -134,7 +134,7 @@ class SeveralMachines(Campaign):
             return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return []
 
-    def _whole(self) -> bool:
+    def _wait_for_all(self) -> bool:
         """Wait until all machines compute and each has a new checkpoint.
 
         Return False if one has ended, or if this takes too long.
@@ -153,7 +153,7 @@ class SeveralMachines(Campaign):
         self.problem(f"not all machines compute after {PATIENCE} s", self.processes[self.server])
         return False
 
-    def _ended(self, number: int, *codes: int) -> None:
+    def _check_end_of(self, number: int, *codes: int) -> None:
         """Wait for the end of a machine's torchrun, and check it."""
         process = self.processes[number]
         process.wait(PATIENCE)
@@ -161,7 +161,7 @@ class SeveralMachines(Campaign):
             self.problem(f"{self.machines.names[number]}: exit code {process.code}, not {codes[0]}", process)
         if process.code == 0 and "Traceback" in process.text:  # torchrun prints one itself if it fails
             self.problem("a traceback on the console", process)
-        until = time.monotonic() + GONE
+        until = time.monotonic() + END_SECONDS
         while self.machines.processes(number) and time.monotonic() < until:
             time.sleep(0.1)
         if left := self.machines.processes(number):

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.config.value_checks import ROOT
 
-MOST = 1 << 20  # most bytes to read of the output
+MAX_OUTPUT_BYTES = 1 << 20  # later output is not read
 NEEDED = ("torch.distributed.launcher.api", "torch.utils.tensorboard", "lockstep.run.training", "project.models")
 
 
@@ -28,15 +28,15 @@ class Process:
     Args:
         arguments: the program's arguments.
         program: name of the program, and of the function in its module.
-        elsewhere: a command prefix that runs the program on another machine. There it starts without a fork.
+        prefix: a command prefix that runs the program on another machine. There it starts without a fork.
     """
 
-    def __init__(self, arguments: Sequence[str], program: str = "train", elsewhere: Sequence[str] = ()) -> None:
+    def __init__(self, arguments: Sequence[str], program: str = "train", prefix: Sequence[str] = ()) -> None:
         for name in NEEDED:
             importlib.import_module(name)
         self.arguments = list(arguments)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        process_arguments = (program, self.arguments, elsewhere, self._output.fileno())
+        process_arguments = (program, self.arguments, prefix, self._output.fileno())
         self._process = multiprocessing.get_context("fork").Process(target=_run_in_fork, args=process_arguments)
         self._process.start()
         self.pid = self._process.pid or 0
@@ -56,7 +56,7 @@ class Process:
     @property
     def text(self) -> str:
         """The output so far, of both streams."""
-        return os.pread(self._output.fileno(), MOST, 0).decode(errors="replace")
+        return os.pread(self._output.fileno(), MAX_OUTPUT_BYTES, 0).decode(errors="replace")
 
     def wait(self, seconds: float, ready: Callable[[], Any] = lambda: False) -> int | None:
         """Wait for the end, for `seconds`, or until `ready` returns a true value.
@@ -87,7 +87,7 @@ class Process:
         command = _command(self.pid)
         return [pid for pid, parent in self.members().items() if parent == self.pid and _command(pid) == command]
 
-    def left(self, seconds: float) -> set[str]:
+    def kill_remaining(self, seconds: float) -> set[str]:
         """Kill the processes that remain after `seconds`. Return their command lines."""
         until = time.monotonic() + seconds
         while (members := self.members()) and time.monotonic() < until:
@@ -104,7 +104,7 @@ class Process:
 
     def close(self) -> None:
         """Kill all remaining processes and close the output."""
-        self.left(0)
+        self.kill_remaining(0)
         self.wait(5)
         self._output.close()
 
@@ -115,15 +115,15 @@ def _command(pid: int) -> str:
     return ""
 
 
-def _run_in_fork(program: str, arguments: list[str], elsewhere: Sequence[str], output: int) -> None:
+def _run_in_fork(program: str, arguments: list[str], prefix: Sequence[str], output: int) -> None:
     """Do in a fork what `python src/train.py` does."""
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    if elsewhere:
+    if prefix:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "scripts" / "lab"), os.environ.get("PYTHONPATH", "")])
-        os.execvp(elsewhere[0], [*elsewhere, f"src/{program}.py", *arguments])
+        os.execvp(prefix[0], [*prefix, f"src/{program}.py", *arguments])
     sys.argv = [f"{program}.py", *arguments]
     from lockstep.run import cli
 

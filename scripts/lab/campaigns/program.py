@@ -28,8 +28,8 @@ def run_campaigns(planned: Callable[[Path, ExitStack], Sequence[Campaign]]) -> i
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / "cache")  # torch does not delete this cache
     try:
-        with ExitStack() as places:
-            campaigns = planned(work, places)
+        with ExitStack() as stack:
+            campaigns = planned(work, stack)
             for campaign in campaigns:
                 campaign.go()
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from campaigns.processes import Process
 LOADERS = ("num_workers=0", "num_workers=0", "num_workers=2")  # the choices for a start
 GRACE = 30  # seconds until the program must end after a fault
 PATIENCE = 5  # seconds after SIGTERM or SIGINT within which training must stop
-YOUNG = 2  # a little more than the seconds for which a run keeps unlocked folders (lockstep.launch.scratch)
+UNLOCKED_SECONDS = 2  # a little more than the seconds for which a run keeps unlocked folders (lockstep.launch.scratch)
 
 
 class Runs(Campaign):
@@ -119,7 +119,7 @@ class Run:
     def _check_files(self, process: Process, target: Path | None) -> None:
         scratch, began = Path(tempfile.gettempdir()), time.time() - process.age
         # The next start deletes the files of a killed parent, but skips files that are too young.
-        files = [file.name for file in scratch.iterdir() if not began - YOUNG < file.stat().st_mtime < began]
+        files = [file.name for file in scratch.iterdir() if not began - UNLOCKED_SECONDS < file.stat().st_mtime < began]
         if process.code in (0, 1) and files:
             self.campaign.problem(f"temporary files left: {', '.join(sorted(files))}", process)
             scratch.rename(self.home.with_name(f"tmp_{len(self.campaign.problems)}"))

@@ -9,12 +9,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from campaigns.campaign import HOUR, Campaign, schedule, summary_of
-from campaigns.flips import NAME, PLACES
+from campaigns.flips import FLIP_FILE, PLACES
 from campaigns.processes import Process
 from common.showing import markdown
 
-from lockstep.extras.ledger.ledger_file import NAME as LEDGER
-from lockstep.extras.ledger.ledger_file import config_sha256, line_sha256, parse_line, read, text_of
+from lockstep.extras.ledger.ledger_file import LEDGER_FILE, config_sha256, line_sha256, parse_line, read, text_of
 
 RANKS = 3  # two can outvote a wrong one
 LAYOUT = ["strategy=ddp", f"devices={RANKS}"]
@@ -26,7 +25,7 @@ CLEAN = {  # layouts for runs without a fault
     "one device, bf16": ["strategy=auto", "devices=1", "precision=bf16-mixed"],
     "ddp on 3, bf16": [*LAYOUT, "precision=bf16-mixed"],
 }
-SEEN = {  # check -> its message, with the rank that it names
+MESSAGES = {  # check -> its message, with the rank that it names
     "audit": r"rank (\d+) \([^)]*\) computed a wrong gradient",
     "sums": r"rank (\d+) failed: CorruptMessage|"
     r"do not match what the ranks sent.*?(?:what rank (\d+) sends or gets|$)",
@@ -40,7 +39,7 @@ class Outcome(NamedTuple):
     """The check that detected a fault, the steps until then, and whether it named the right rank."""
 
     fault: str
-    by: str  # a key of `SEEN`, or `no change`, or `unseen`
+    by: str  # a key of `MESSAGES`, or `no change`, or `unseen`
     steps: int = 0
     right: bool | None = None  # None: no rank was named
 
@@ -87,15 +86,15 @@ class Silent(Campaign):
         fault["bits"] = self.rng.choice((1, 1, 3))
         self.struck.append(f"{place}, {how}")
         code, folder = self._run([*LAYOUT, *(f"+callbacks.flips.{key}={value}" for key, value in fault.items())])
-        if not (folder / NAME).exists():
+        if not (folder / FLIP_FILE).exists():
             raise SystemExit(f"{folder}: nothing was struck, exit code {code}")
-        at, message = json.loads((folder / NAME).read_text()), summary_of(folder)["error"] or ""
+        at, message = json.loads((folder / FLIP_FILE).read_text()), summary_of(folder)["error"] or ""
         by, steps, right = "unseen", 0, None
         if code == 0:
-            forget(folder)
+            remove_fault(folder)
             by = "no change" if recorded(folder) == self.recorded else "unseen"
             message = self._verified(folder) if by == "unseen" and not self.control else ""
-        for seen, words in SEEN.items():
+        for seen, words in MESSAGES.items():
             if match := re.search(words, message):
                 by, steps = seen, int(re.findall(r"\bstep (\d+)", message)[0]) - at["step"]
                 named = [number for number in match.groups() if number]
@@ -108,11 +107,11 @@ class Silent(Campaign):
         return Outcome(self.struck[-1], by, steps, right)
 
     def _summarize(self, outcomes: list[Outcome]) -> None:
-        columns, rows = ("no change", *SEEN, "unseen"), []
+        columns, rows = ("no change", *MESSAGES, "unseen"), []
         for name in [*sorted({outcome.fault for outcome in outcomes}), ""]:
             group = [outcome for outcome in outcomes if name in outcome.fault]
             counts, named = Counter(outcome.by for outcome in group), [o.right for o in group if o.right is not None]
-            steps = [outcome.steps for outcome in group if outcome.by in SEEN]
+            steps = [outcome.steps for outcome in group if outcome.by in MESSAGES]
             waited = f"median {median(steps):g}, most {max(steps)}" if steps else ""
             right = f"{sum(named)} of {len(named)}"
             rows.append([name or "all", len(group), *(counts[column] for column in columns), waited, right])
@@ -135,22 +134,22 @@ class Silent(Campaign):
             return process.text.partition("error: ")[2].strip() if process.wait(HOUR) else ""
 
 
-def forget(folder: Path) -> None:
+def remove_fault(folder: Path) -> None:
     """Remove the fault from a run's ledger.
 
     The ledger records the callback that injects the fault; a faulty device would leave no such record.
     """
-    lines = [parse_line(text) for text in read(folder / LEDGER)]
+    lines = [parse_line(text) for text in read(folder / LEDGER_FILE)]
     config = lines[0]["about"]["config"]
     del config["callbacks"]["flips"]
     before = None
     for line in lines:
         line |= {"config_sha256": config_sha256(config), "before": before}
         before = line_sha256(text_of(line))
-    (folder / LEDGER).write_text("".join(f"{text_of(line)}\n" for line in lines))
+    (folder / LEDGER_FILE).write_text("".join(f"{text_of(line)}\n" for line in lines))
 
 
 def recorded(folder: Path) -> list[Any]:
     """Return the steps and hashes in a run's ledger."""
-    lines = map(parse_line, read(folder / LEDGER))
+    lines = map(parse_line, read(folder / LEDGER_FILE))
     return [(line["step"], line["weights_sha256"], line.get("optimizer_sha256")) for line in lines]

@@ -10,10 +10,10 @@ The rounding adds a large constant. In float64, `1.5 * 2**52 * q + x` is the con
 rounded to a multiple of `q`. The bits of this number, read as an int64, are the bits of the constant, plus `k`. So each
 addend costs one float addition and one integer addition.
 
-The grid follows the largest element of the previous sum: 45 bits below it are kept (float32 keeps 24), and 6 bits are
-left for growth. An addend that grew more is detected before it is rounded and summed on a second grid, which all
-processes choose together. Small neighbouring tensors share a grid, because a network has many of them and the overhead
-of an operation is larger than its arithmetic.
+The multiples of `q` are called the grid. It is chosen from the largest element of the previous sum: 45 bits below it
+are kept (float32 keeps 24), and 6 bits are left for growth. An addend that grew more is detected before the rounding.
+It is put aside and summed later, on a second grid, which all processes choose together. Small neighbouring tensors
+share a grid, because a network has many of them and the overhead of an operation is larger than its arithmetic.
 """
 
 import math
@@ -27,6 +27,7 @@ BITS = 51  # the sum with the constant keeps the constant's exponent if |x| < 2*
 HEAD = 6  # bits of headroom for growth between two sums
 LOWEST = -900  # smallest exponent: far below float32's, and its grid is still a normal float64
 HIGHEST = 1000  # largest exponent: far above float32's, and the grid's constant and the sum are still finite float64
+NO_EXPONENT = -100_000  # of a group without an addend: below every exponent, so that "max" ignores it
 SMALL = 16_384  # at most so many elements of neighbouring tensors share a grid
 CHUNK = 65_536  # elements of a chunk: in float64 it fits the second-level cache
 
@@ -46,16 +47,19 @@ class ExactSum:
 
     Args:
         like: tensors with the shapes, strides and device of the addends.
-        floor: smallest exponent of a grid; None: a grid follows the sums without a limit.
-        segment_ids: a number for each tensor. Tensors with different numbers share no grid.
-        summed_here: for each tensor, whether this process sums it; the same for all tensors of a segment. `total`
-            returns the other tensors from `like`.
+        floor: lower limit of `exponents`; None: no limit.
+        segment_ids: a number for each tensor. Tensors with one number are a segment; only they may share a grid.
+        summed_here: for each tensor, whether this process sums it; the same for all tensors of a segment. In place of
+            the other tensors, `total` returns those of `like`.
         names: names of the tensors; if given, messages are checked. Each message then carries checksums, the sums of
             its parts mod 2**64. They are linear, so the checksums of the result must equal the summed checksums.
 
     Attributes:
-        local_groups: numbers of the groups of tensors that this process sums.
-        present: for each tensor, whether any addend had it: before `total` on this process, afterwards on any process.
+        groups: the indices of the tensors of each group. A group is the tensors that share a grid.
+        local_groups: indices of the groups that this process sums.
+        exponents: of each group: its largest element is less than 2**exponent; None: not known.
+        present: for each tensor, whether it was not None in some addend: of this process until `unpack`, of any process
+            after it.
     """
 
     def __init__(
@@ -71,17 +75,17 @@ class ExactSum:
         self.device = self.like[0].device if self.like else torch.device("cpu")
         self.dense = [dense(tensor) for tensor in self.like]
         self.groups = _group(self.like, segment_ids or [0] * len(self.like))
-        self.local_groups = [at for at, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
+        self.local_groups = [g for g, group in enumerate(self.groups) if not summed_here or summed_here[group[0]]]
         elements = [sum(self.like[index].numel() for index in group) for group in self.groups]
-        self.sizes = [size if at in self.local_groups else 0 for at, size in enumerate(elements)]
-        self.exponents: list[int | None] = [floor] * len(self.groups)  # largest element < 2**exponent; None: not known
+        self.sizes = [size if g in self.local_groups else 0 for g, size in enumerate(elements)]
+        self.exponents: list[int | None] = [floor] * len(self.groups)
         # One all-reduce sends everything: the elements in units of their grids, with the constants' bits; how often
         # each group's constant was added; how many addends outgrew their grids; which tensors had an addend.
         counts = len(self.groups) + 1 + len(self.like)
         # If messages are checked, the checksums follow.
         self.names, checks = names, len(self.groups) + 1 if names else 0
-        self.units = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
-        *self.parts, self.counts, self.checks = self.units.split([*self.sizes, counts, checks])
+        self.message = torch.zeros(sum(self.sizes) + counts + checks, dtype=torch.int64, device=self.device)
+        *self.parts, self.counts, self.checks = self.message.split([*self.sizes, counts, checks])
         self.scratch = torch.empty(CHUNK, dtype=torch.float64, device=self.device)
         self.begin()
 
@@ -90,22 +94,22 @@ class ExactSum:
         self.step = step
         self.present = [False] * len(self.like)
         self.outgrown: list[tuple[int, Tensor]] = []
-        self.rounded = [0] * len(self.groups)  # how often each group's constant was added, with an addend
-        self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]
+        self.num_added = [0] * len(self.groups)  # how many addends of each group were added, each with the constant
+        self.grids = [None if e is None else e + HEAD - BITS for e in self.exponents]  # exponents of q
 
     def add(self, values: Sequence[Tensor | None]) -> None:
         """Add one list of tensors, in the order of `like`. None counts as zeros."""
         self.present = [present or value is not None for present, value in zip(self.present, values, strict=True)]
-        flats = [self._flat(self.groups[at], values) for at in self.local_groups]
-        # On a CPU, `_round` checks the bound of each chunk itself, while the chunk is in the cache.
-        bounds = [0.0] * len(flats) if self.device.type == "cpu" else _bounds(flats)
-        for at, flat, bound in zip(self.local_groups, flats, bounds, strict=True):
-            grid = self.grids[at]
-            room = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # upper limit of an element
-            if bound < room and self._round(flat, self.parts[at], _constant(grid), room, not self.rounded[at]):
-                self.rounded[at] += 1
-            else:  # also if the bound is nan. It waits in the host's memory, which is larger than the GPU's
-                self.outgrown.append((at, flat.to("cpu", copy=True)))
+        flats = [self._flat(self.groups[g], values) for g in self.local_groups]
+        # On a CPU, `_round` finds the largest element of each chunk itself, while the chunk is in the cache.
+        maxima = [0.0] * len(flats) if self.device.type == "cpu" else _largest(flats)
+        for g, flat, largest in zip(self.local_groups, flats, maxima, strict=True):
+            grid = self.grids[g]
+            limit = 0.0 if grid is None else 2.0 ** (grid + BITS - 1)  # upper limit of an element
+            if largest < limit and self._round(flat, self.parts[g], _constant(grid), limit, not self.num_added[g]):
+                self.num_added[g] += 1
+            else:  # also if the largest is nan. The addend is put aside on the CPU, which has more memory than the GPU
+                self.outgrown.append((g, flat.to("cpu", copy=True)))
 
     def total(self, all_reduce: AllReduce = reduce_alone, divisor: float = 1.0) -> list[Tensor]:
         """Return the sum over all processes, divided by `divisor`. Every process must call this.
@@ -122,8 +126,8 @@ class ExactSum:
             CorruptMessage: a message was damaged. Only the processes that received it damaged raise this.
         """
         all_reduce(self.pack(), "sum")
-        sums, bounds = self.unpack(all_reduce, divisor)
-        self.update_grids(bounds)
+        sums, maxima = self.unpack(all_reduce, divisor)
+        self.update_grids(maxima)
         return sums
 
     def pack(self) -> Tensor:
@@ -131,20 +135,20 @@ class ExactSum:
 
         Add nothing after this.
         """
-        for part, rounded in zip(self.parts, self.rounded, strict=True):
-            if not rounded:
+        for part, num_added in zip(self.parts, self.num_added, strict=True):
+            if not num_added:
                 part.zero_()
-        self.counts.copy_(torch.tensor([*self.rounded, len(self.outgrown), *self.present]))
+        self.counts.copy_(torch.tensor([*self.num_added, len(self.outgrown), *self.present]))
         if self.names:
             self.checks.copy_(_sums([*self.parts, self.counts]))
-        return self.units
+        return self.message
 
     def unpack(self, all_reduce: AllReduce, divisor: float) -> tuple[list[Tensor], list[float]]:
         """Do the second half of `total`, after the result of `pack` is summed over all processes.
 
         Args:
-            all_reduce: as of `total`.
-            divisor: as of `total`.
+            all_reduce: see `total`.
+            divisor: see `total`.
 
         Returns:
             The sums, and the largest elements of the local groups, which `update_grids` takes.
@@ -156,21 +160,21 @@ class ExactSum:
             self._check([*self.parts, self.counts], self.checks, range(len(self.groups)))
         counts = self.counts.tolist()
         groups = len(self.groups)
-        self.rounded, outgrown = counts[:groups], counts[groups]
+        self.num_added, outgrown = counts[:groups], counts[groups]
         self.present = [count > 0 for count in counts[groups + 1 :]]
-        extra, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
-        flats = [self._result(at, extra.get(at), divisor) for at in self.local_groups]
-        bounds = [bound * divisor for bound in _bounds(flats)]
+        outgrown_sums, broken = self._outgrown_total(all_reduce) if outgrown else ({}, set())
+        flats = [self._result(g, outgrown_sums.get(g), divisor) for g in self.local_groups]
+        maxima = [largest * divisor for largest in _largest(flats)]
         sums = self._shaped(flats)
         for index in broken:
             if index in sums:
                 sums[index].fill_(math.nan)
-        return [sums.get(index, like) for index, like in enumerate(self.like)], bounds
+        return [sums.get(index, like) for index, like in enumerate(self.like)], maxima
 
-    def update_grids(self, bounds: Sequence[float]) -> None:
-        """Choose the grids of later sums from `bounds`, the largest elements of the sum just finished."""
-        for at, bound in zip(self.local_groups, bounds, strict=True):
-            self.exponents[at] = self._next(self.exponents[at], bound)
+    def update_grids(self, maxima: Sequence[float]) -> None:
+        """Choose the grids of later sums from `maxima`, the largest elements of the sum just finished."""
+        for g, largest in zip(self.local_groups, maxima, strict=True):
+            self.exponents[g] = self._next(self.exponents[g], largest)
 
     def _check(self, parts: Sequence[Tensor], sums: Tensor, groups: Sequence[int]) -> None:
         """Compare the parts of a received message with its checksums.
@@ -178,13 +182,13 @@ class ExactSum:
         Args:
             parts: first one part for each of `groups`, then others.
             sums: the received checksums, one for each part.
-            groups: numbers of the groups, for the error message.
+            groups: indices of the groups, for the error message.
 
         Raises:
             CorruptMessage: a part does not match.
         """
         if wrong := (_sums(parts) != sums).nonzero().flatten().tolist():
-            tensors = [index for at in wrong if at < len(groups) for index in self.groups[groups[at]]]
+            tensors = [index for part in wrong if part < len(groups) for index in self.groups[groups[part]]]
             of = f" of {self.names[tensors[0]]} to {self.names[tensors[-1]]}" if self.names and tensors else ""
             raise CorruptMessage(
                 f"step {self.step + 1}: the sums{of} do not match what the ranks sent; none was applied"
@@ -192,14 +196,14 @@ class ExactSum:
 
     # --- one group of tensors ---
 
-    def _next(self, old: int | None, bound: float) -> int | None:
+    def _next(self, old: int | None, largest: float) -> int | None:
         """Return the exponent of a group's next sum, from the last exponent and the last sum's largest element.
 
         If the sum was zero, its elements may be smaller than the grid, so the exponent is lowered.
         """
         least = LOWEST if self.floor is None else self.floor
-        if bound:
-            return min(max(math.frexp(bound)[1], least), HIGHEST)
+        if largest:
+            return min(max(math.frexp(largest)[1], least), HIGHEST)
         return old if old is None else max(old - (BITS - HEAD), least)
 
     def _flat(self, group: list[int], values: Sequence[Tensor | None]) -> Tensor:
@@ -217,15 +221,15 @@ class ExactSum:
     def _shaped(self, flats: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return views of the groups' elements with the shapes and strides of `like`, by their index in it."""
         views: dict[int, Tensor] = {}
-        for at, flat in zip(self.local_groups, flats, strict=True):
-            sizes = [self.like[index].numel() for index in self.groups[at]]
-            for index, part in zip(self.groups[at], flat.split(sizes), strict=True):
+        for g, flat in zip(self.local_groups, flats, strict=True):
+            sizes = [self.like[index].numel() for index in self.groups[g]]
+            for index, part in zip(self.groups[g], flat.split(sizes), strict=True):
                 shape, strides = self.like[index].shape, self.like[index].stride()
                 dense = self.dense[index]
                 views[index] = part.as_strided(shape, strides, part.storage_offset()) if dense else part.view(shape)
         return views
 
-    def _round(self, flat: Tensor, units: Tensor, constant: float, room: float, first: bool) -> bool:
+    def _round(self, flat: Tensor, units: Tensor, constant: float, limit: float, first: bool) -> bool:
         """Round the elements and add them to `units`, each with the constant's bits.
 
         On a CPU, numpy does the same IEEE additions in half of the time.
@@ -234,12 +238,12 @@ class ExactSum:
             flat: the addend.
             units: int64 sums, changed in place.
             constant: rounds an element to the grid.
-            room: upper limit of the elements. Checked on a CPU; on a GPU the caller has checked it.
+            limit: upper limit of the elements. Checked on a CPU; on a GPU the caller has checked it.
             first: overwrite `units` instead of adding to it.
 
         Returns:
-            Whether all elements are below `room`. If not, `units` is as before; after a call with `first`, the next
-            call must have `first` too.
+            Whether all elements are below `limit`. If not, nothing was added to `units`; but with `first` its content
+            is undefined, and the next call must overwrite it (`first` again).
         """
         if self.device.type != "cpu":
             add = Tensor.copy_ if first else Tensor.add_
@@ -247,7 +251,7 @@ class ExactSum:
             return True
         values, sums, scratch = flat.numpy(), units.numpy(), self.scratch.numpy()
 
-        def rounded(start: int, into: np.ndarray) -> np.ndarray:
+        def add_constant(start: int, into: np.ndarray) -> np.ndarray:
             np.copyto(into, values[start : start + CHUNK])  # np.add would convert in smaller parts, which is slower
             into += constant
             return into.view(np.int64)
@@ -255,30 +259,30 @@ class ExactSum:
         for start in range(0, len(values), CHUNK):
             part, into = values[start : start + CHUNK], sums[start : start + CHUNK]
             largest = max(-float(np.minimum.reduce(part)), float(np.maximum.reduce(part)))
-            if not largest < room:  # also true if the part has a nan
+            if not largest < limit:  # also true if the part has a nan. Subtract the chunks that were added before it
                 for before in range(0, 0 if first else start, CHUNK):
-                    sums[before : before + CHUNK] -= rounded(before, scratch)
+                    sums[before : before + CHUNK] -= add_constant(before, scratch)
                 return False
             if first:
-                rounded(start, into.view(np.float64))
+                add_constant(start, into.view(np.float64))
             else:
-                into += rounded(start, scratch[: len(part)])
+                into += add_constant(start, scratch[: len(part)])
         return True
 
-    def _result(self, at: int, extra: Tensor | None, divisor: float) -> Tensor:
+    def _result(self, g: int, outgrown_sum: Tensor | None, divisor: float) -> Tensor:
         """Return the sum of a local group as floats: its units and what outgrew its grid, divided by `divisor`."""
-        grid = self.grids[at] or 0
-        constants = self.rounded[at] * _bits(_constant(grid))
+        grid = self.grids[g] or 0
+        constants = self.num_added[g] * _bits(_constant(grid))
         constants = (constants + 2**63) % 2**64 - 2**63  # wrapped as int64 arithmetic does
         scale = 2.0**grid
-        result = torch.empty(self.sizes[at], dtype=self.like[self.groups[at][0]].dtype, device=self.device)
-        for start, units in zip(range(0, len(result), CHUNK), self.parts[at].split(CHUNK), strict=False):
+        result = torch.empty(self.sizes[g], dtype=self.like[self.groups[g][0]].dtype, device=self.device)
+        for start, units in zip(range(0, len(result), CHUNK), self.parts[g].split(CHUNK), strict=False):
             part = result[start : start + CHUNK]
             exact = self.scratch[: len(part)].copy_(units.sub_(constants))
-            if extra is None:
+            if outgrown_sum is None:
                 part.copy_(exact.div_(divisor / scale))
             else:
-                part.copy_(exact.mul_(scale).add_(extra[start : start + CHUNK]).div_(divisor))
+                part.copy_(exact.mul_(scale).add_(outgrown_sum[start : start + CHUNK]).div_(divisor))
         return result
 
     # --- addends that outgrew their grids ---
@@ -291,41 +295,43 @@ class ExactSum:
         Returns:
             The sums by group, and the indices of the tensors that had an addend with elements that are not finite.
         """
-        none = -100_000
-        exponents = torch.full((len(self.groups),), none, dtype=torch.int64)
+        exponents = torch.full((len(self.groups),), NO_EXPONENT, dtype=torch.int64)
         broken = torch.zeros(len(self.like), dtype=torch.int64)
-        for at, value in self.outgrown:
-            parts = value.split([self.like[index].numel() for index in self.groups[at]])
-            for index, part, bound in zip(self.groups[at], parts, bounds := _bounds(parts), strict=True):
-                if not bound < 2.0**HIGHEST:  # nan too
+        for g, value in self.outgrown:
+            parts = value.split([self.like[index].numel() for index in self.groups[g]])
+            for index, part, largest in zip(self.groups[g], parts, maxima := _largest(parts), strict=True):
+                if not largest < 2.0**HIGHEST:  # nan too
                     broken[index] = 1
                     part.zero_()
-            largest = max(bound for bound in [0.0, *bounds] if bound < 2.0**HIGHEST)
+            largest = max(each for each in [0.0, *maxima] if each < 2.0**HIGHEST)
             if largest:
-                exponents[at] = max(int(exponents[at]), math.frexp(largest)[1])
-        maxima = torch.cat([exponents, broken]).to(self.device)
-        all_reduce(maxima, "max")
-        exponents, broken = maxima.cpu().split([len(self.groups), len(self.like)])
-        agreed = {at: e + 2 - BITS for at, e in enumerate(exponents.tolist()) if e != none}  # grids
-        units = {at: torch.zeros(self.sizes[at], dtype=torch.int64, device=self.device) for at in agreed}
-        for at, value in self.outgrown:
-            if at in agreed:
-                constant = _constant(agreed[at])
-                units[at] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
+                exponents[g] = max(int(exponents[g]), math.frexp(largest)[1])
+        agreement = torch.cat([exponents, broken]).to(self.device)
+        all_reduce(agreement, "max")
+        exponents, broken = agreement.cpu().split([len(self.groups), len(self.like)])
+        # 2 bits instead of HEAD: these are the exponents of the addends themselves, so nothing grows
+        agreed = {g: e + 2 - BITS for g, e in enumerate(exponents.tolist()) if e != NO_EXPONENT}
+        units = {g: torch.zeros(self.sizes[g], dtype=torch.int64, device=self.device) for g in agreed}
+        for g, value in self.outgrown:
+            if g in agreed:
+                constant = _constant(agreed[g])
+                units[g] += (value.to(self.device).double() + constant).view(torch.int64) - _bits(constant)
         if units:
-            # The last part is (own sum of exponents, 1): its total is a multiple of the own sum if all are the same.
-            parts = [*units.values(), torch.stack([maxima.sum(), torch.ones_like(maxima[0])])]
+            # The last part shows whether the first message was damaged: each process adds (sum of `agreement`, 1). If
+            # all have received the same, the total is (processes * sum, processes).
+            parts = [*units.values(), torch.stack([agreement.sum(), torch.ones_like(agreement[0])])]
             flat = torch.cat([*parts, _sums(parts)])
             all_reduce(flat, "sum")
             *parts, both, checks = flat.split([*map(len, parts), len(parts)])
-            consistent = torch.equal(both[0], both[1] * maxima.sum())
+            consistent = torch.equal(both[0], both[1] * agreement.sum())
+            # inverted checksums match nothing, so `_check` raises
             self._check([*parts, both], checks if consistent else ~checks, list(units))
             units = dict(zip(units, parts, strict=True))
-        extra = {at: part.double().mul_(2.0 ** agreed[at]) for at, part in units.items()}
-        return extra, {index for index, bad in enumerate(broken.tolist()) if bad}
+        sums = {g: part.double().mul_(2.0 ** agreed[g]) for g, part in units.items()}
+        return sums, {index for index, bad in enumerate(broken.tolist()) if bad}
 
 
-def _bounds(flats: Sequence[Tensor]) -> list[float]:
+def _largest(flats: Sequence[Tensor]) -> list[float]:
     """Return the largest absolute value of each tensor; nan if the tensor has one."""
     if not flats:
         return []
@@ -354,15 +360,15 @@ def _bits(constant: float) -> int:
 def _group(like: Sequence[Tensor], segment_ids: Sequence[int]) -> list[list[int]]:
     """Return groups of tensor indices: small neighbours of one dtype and segment together, large tensors alone."""
     groups: list[list[int]] = []
-    room = 0
+    free = 0  # elements that fit into the last group
     for index, tensor in enumerate(like):
         size = tensor.numel()
-        if size <= room and (tensor.dtype, segment_ids[index]) == (like[index - 1].dtype, segment_ids[index - 1]):
+        if size <= free and (tensor.dtype, segment_ids[index]) == (like[index - 1].dtype, segment_ids[index - 1]):
             groups[-1].append(index)
-            room -= size
+            free -= size
         else:
             groups.append([index])
-            room = SMALL - size
+            free = SMALL - size
     return groups
 
 

@@ -12,8 +12,8 @@ from itertools import zip_longest
 from lockstep.errors import UserError
 from lockstep.text import plural
 
-MOST_PIECES = 1 << 16  # of a step; each costs a forward pass
-MOST_EXACT = 1 << 13  # of a step with exact=true: the sum of 2**13 numbers of 50 bits has 63 bits (see exact_sum.py)
+MAX_PIECES = 1 << 16  # of a step; each costs a forward pass
+MAX_PIECES_EXACT = 1 << 13  # the same with exact=true: 2**13 elements of 50 bits add up to 63 bits (exact_sum.py)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layout:
         batch_size: samples of one optimizer step, over all devices, nodes and accumulated micro-batches.
         pieces: parts that a step is cut into; a piece is one forward and backward pass on one device.
         exact: whether sums must not depend on their order; `portable`: nor on the kind of processor.
-        shares: relative number of pieces of each device, in rank order; empty: even.
+        shares: relative number of pieces of each device, in rank order; empty: equal shares.
         staged: whether each device is a process with one stage of the network, and every piece passes all stages.
     """
 
@@ -54,7 +54,7 @@ class Layout:
         return self.num_devices if self.strategy == "ddp" or self.staged else 1
 
     @property
-    def has_group(self) -> bool:
+    def has_process_group(self) -> bool:
         """True if the workers form a process group. With ddp, a single worker does, too."""
         return self.strategy == "ddp" or self.staged
 
@@ -65,7 +65,10 @@ class Layout:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches that the busiest device computes one after another in a step; of stages, pieces / devices."""
+        """Micro-batches that the busiest device computes one after another in a step.
+
+        With stages every device computes all pieces, a part of the network each: pieces / devices, rounded up.
+        """
         if self.staged:
             return -(-self.pieces // self.num_devices)
         return max(self.counts)
@@ -81,9 +84,9 @@ class Layout:
         return -(-self.batch_size // self.pieces)
 
     @property
-    def most(self) -> int:
+    def max_pieces(self) -> int:
         """The largest number of pieces that a step may be cut into."""
-        return MOST_EXACT if self.exact else MOST_PIECES
+        return MAX_PIECES_EXACT if self.exact else MAX_PIECES
 
     def owned(self, device: int) -> range:
         """Return the pieces that a device owns: of 8 pieces on 3 devices 0 to 2, 3 to 5, and 6 to 7.
@@ -104,22 +107,22 @@ class Layout:
         owned = [[(device, piece) for piece in self.owned(device)] for device in devices]
         return [pair for at_once in zip_longest(*owned) for pair in at_once if pair is not None]
 
-    def finer(self) -> Iterator["Layout"]:
+    def with_more_pieces(self) -> Iterator["Layout"]:
         """Yield layouts of the same step with more and more pieces: at least twice as many each time, of equal size.
 
         If all devices have equally many pieces, they also have equally many in these layouts.
         """
         by = self.num_devices if self.pieces % self.num_devices == 0 else 1
         least = 2 * self.pieces
-        for pieces in range(by, min(self.batch_size, self.most) + 1, by):
+        for pieces in range(by, min(self.batch_size, self.max_pieces) + 1, by):
             if pieces >= least and self.batch_size % pieces == 0:
                 yield replace(self, pieces=pieces)
                 least = 2 * pieces
 
     def describe(self) -> str:
         """Return the layout as one line: `step 256 samples = 8 pieces x 32 on 4 devices, 2 each`."""
-        even = self.batch_size % self.pieces == 0
-        size = f"{self.piece_size}" if even else f"{self.batch_size // self.pieces} or {self.piece_size}"
+        equal = self.batch_size % self.pieces == 0
+        size = f"{self.piece_size}" if equal else f"{self.batch_size // self.pieces} or {self.piece_size}"
         each = f"{self.counts[0]} each" if len(set(self.counts)) == 1 else " + ".join(map(str, self.counts))
         where = plural(self.num_devices, "device") + f", {each}" * (self.num_devices > 1)
         if self.staged:
@@ -166,22 +169,23 @@ def resolve(
     exact: bool | str = False,
     shares: tuple[float, ...] = (),
     staged: bool = False,
-    even: bool = True,
+    equal_pieces: bool = True,
 ) -> Layout:
     """Return the layout of a config.
 
     Args:
-        strategy: as of `Layout`.
-        accelerator: as of `Layout`.
-        devices: as of `Layout`.
-        num_nodes: as of `Layout`.
-        batch_size: as of `Layout`.
+        strategy: see `Layout`.
+        accelerator: see `Layout`.
+        devices: see `Layout`.
+        num_nodes: see `Layout`.
+        batch_size: see `Layout`.
         pieces: None: `devices x num_nodes x accumulate_grad_batches`.
         accumulate_grad_batches: None: it follows from `pieces`, or is 1 if that is None too.
-        exact: as of `Layout`.
-        shares: as of `Layout`.
-        staged: as of `Layout`.
-        even: whether all pieces of a full step must have the same size. In an evaluation they may differ by a sample.
+        exact: see `Layout`.
+        shares: see `Layout`.
+        staged: see `Layout`.
+        equal_pieces: whether all pieces of a full step must have the same size. In an evaluation they may differ by a
+            sample.
 
     Raises:
         UserError: the numbers do not fit together. The message names the nearest numbers that do.
@@ -201,23 +205,22 @@ def resolve(
                 f"not {accumulate_grad_batches}: leave one of the two out, or use pieces={num_devices * accumulate}"
             )
     layout = Layout(strategy, accelerator, devices, num_nodes, batch_size, wanted, exact, shares, staged)
-    if wanted > layout.most:
-        raise UserError(
-            f"{why} is too many: a step has at most {layout.most:,} pieces{' with exact=true' * bool(exact)}"
-        )
-    if even and batch_size % wanted:
+    if wanted > layout.max_pieces:
+        limit = f"{layout.max_pieces:,} pieces{' with exact=true' * bool(exact)}"
+        raise UserError(f"{why} is too many: a step has at most {limit}")
+    if equal_pieces and batch_size % wanted:
         raise UserError(
             f"batch_size={batch_size} can't be cut into {wanted} equal pieces ({why}): "
-            + _nearest(batch_size, wanted, num_devices, layout.most)
+            + _nearest(batch_size, wanted, num_devices, layout.max_pieces)
         )
     return layout
 
 
-def _nearest(batch_size: int, pieces: int, num_devices: int, most: int) -> str:
+def _nearest(batch_size: int, pieces: int, num_devices: int, max_pieces: int) -> str:
     """Return advice with the nearest batch sizes and the next number of pieces that fit."""
     below, above = batch_size // pieces * pieces, -(-batch_size // pieces) * pieces
     sizes = f"use batch_size={below} or {above}" if below else f"use batch_size={above}"
     if batch_size < num_devices:
         return sizes
-    near = next((d for d in range(pieces, min(batch_size, most)) if batch_size % d == 0), batch_size)
-    return f"{sizes}, or pieces={near}" if near <= most else sizes
+    near = next((d for d in range(pieces, min(batch_size, max_pieces)) if batch_size % d == 0), batch_size)
+    return f"{sizes}, or pieces={near}" if near <= max_pieces else sizes

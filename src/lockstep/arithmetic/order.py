@@ -84,16 +84,16 @@ class DataOrder:
         """Optimizer steps of an epoch. The last one may be short."""
         return -(-self.samples // self.layout.batch_size)
 
-    def numbers(self, epoch: int) -> NDArray[np.int64]:
+    def ids_with_repeats(self, epoch: int) -> NDArray[np.int64]:
         """Return what an epoch takes, in order: sample ids, int64 [samples].
 
         With labels, an element is `id + samples * n` if the epoch has taken this sample `n` times before.
         """
-        return _numbers(self, epoch)
+        return _ids_with_repeats(self, epoch)
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """Return an epoch's sample ids in order, int64 [samples]; with labels, some occur several times."""
-        return self.numbers(epoch) % self.samples
+        return self.ids_with_repeats(epoch) % self.samples
 
     def position(self, global_step: int) -> tuple[int, int]:
         """Return `(epoch, step of the epoch)` after `global_step` optimizer steps."""
@@ -102,21 +102,21 @@ class DataOrder:
     def step(self, epoch: int, index: int) -> NDArray[np.int64]:
         """Return the sample ids of step `index` of an epoch, in order."""
         size = self.layout.batch_size
-        return self.numbers(epoch)[index * size : (index + 1) * size] % self.samples
+        return self.ids_with_repeats(epoch)[index * size : (index + 1) * size] % self.samples
 
     def pieces(self, epoch: int, index: int) -> list[NDArray[np.int64]]:
-        """Return the part of `numbers` of each piece of step `index`.
+        """Return the part of `ids_with_repeats` of each piece of step `index`.
 
         Some parts are empty if a short last step has fewer samples than pieces.
         """
         start = index * self.layout.batch_size
-        step_samples = self.numbers(epoch)[start : start + self.layout.batch_size]
+        step_samples = self.ids_with_repeats(epoch)[start : start + self.layout.batch_size]
         at = cuts(len(step_samples), self.layout.pieces)
         return [step_samples[start:stop] for start, stop in pairwise(at)]
 
 
 @lru_cache(maxsize=2)
-def _numbers(order: DataOrder, epoch: int) -> NDArray[np.int64]:
+def _ids_with_repeats(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     shuffled = np.argsort(hash64(order.seed, 0x04DE4, epoch, np.arange(order.samples)), kind="stable")
     if order.labels is None:
         return shuffled
@@ -124,8 +124,8 @@ def _numbers(order: DataOrder, epoch: int) -> NDArray[np.int64]:
     _, starts, counts = np.unique(order.labels[by_class], return_index=True, return_counts=True)
     turn, number = np.divmod(shuffled, len(counts))  # class `number` in random order, each class equally often
     number = (number + epoch) % len(counts)  # with a remainder, other classes get one more sample in each epoch
-    again, member = np.divmod(turn, counts[number])
-    return by_class[starts[number] + member] + order.samples * again
+    repeats, member = np.divmod(turn, counts[number])
+    return by_class[starts[number] + member] + order.samples * repeats
 
 
 def chunks(samples: int, size: int) -> list[tuple[int, int]]:

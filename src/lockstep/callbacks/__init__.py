@@ -1,4 +1,4 @@
-"""The engine's own callbacks: measuring, console, averages, checks. Those that users may change are in project/."""
+"""Lockstep's own callbacks: measuring, console, averages, checks. Those that users may change are in project/."""
 
 from lockstep.callbacks.console import Console
 from lockstep.callbacks.ema import EMA

@@ -18,7 +18,9 @@ WARMUP = 10  # optimizer steps that `samples_per_second` leaves out, see `Speed`
 
 
 class Speed:
-    """The speed of this process's training so far. Its clock stops while something other than training runs.
+    """The speed of training, over all ranks, since this process began.
+
+    Its clock stops while something other than training runs.
 
     Args:
         warmup: first optimizer steps to leave out, since kernels are chosen and memory grows in them. They are left out
@@ -76,33 +78,34 @@ class Meter(Callback):
         started: `time.time()` when the command began; None: when this object was made.
 
     Attributes:
-        latest: the latest measurement by tag, the same on all ranks. `train/loss`, and `train/<name>` for each further
-            value of the first `training_step`, are means over the samples since the measurement before.
+        latest: the latest measurement by tag, the same on all ranks. `train/loss`, and `train/<name>` for each other
+            name that the first `training_step` returned, are means over the samples since the previous measurement.
             `workers/samples_per_second` and `workers/step_seconds` are speeds, `workers/data_wait` is the slowest
             rank's waiting time in a step, in seconds, and `workers/peak_gib` is the largest memory of a rank.
-        fresh: whether the step that has just ended was measured.
+        just_measured: whether the step that has just ended was measured.
         samples_seen: samples trained on so far, over all ranks and resumed runs.
         seconds_to_first_step: from `started` to the end of the first optimizer step; None before it.
-        edge: the time on the clock of `Speed` when the loop last asked its loader for a batch.
+        wait_began: the time on the clock of `Speed` when the loop last asked its loader for a batch, or when validation
+            began.
     """
 
-    changes_weights = False
+    changes_weights = False  # so a record of what decides the weights leaves this callback out
 
     def __init__(self, log_every: int = 50, started: float | None = None) -> None:
         self.latest: dict[str, float] = {}
-        self.fresh = False
+        self.just_measured = False
         self.samples_seen = 0
         self.seconds_to_first_step: float | None = None
-        self.edge = 0.0
+        self.wait_began = 0.0
         self._log_every = log_every
         self._started = time.time() if started is None else started
         self._next = 1  # optimizer step to be measured next
-        self._before = (0.0, 0, 0)  # the measurement before: clock, samples seen, steps
+        self._before = (0.0, 0, 0)  # the previous measurement: clock, samples seen, steps
         self._waited = 0.0  # seconds of waiting for batches since then
         self._speed = Speed()
         self._names: list[str] = []  # names of the values that training steps return
         self._returned: list[tuple[dict[str, Tensor], int]] = []  # values and samples of steps not summed yet
-        self._since: dict[str, Tensor] = {}  # by name: sum and weight over all ranks since the measurement before
+        self._since: dict[str, Tensor] = {}  # by name: sum and weight over all ranks since the previous measurement
         self._epoch: dict[str, Tensor] = {}  # the same, since the epoch began
         self._epoch_number = -1
 
@@ -119,20 +122,20 @@ class Meter(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._next = trainer.global_step + 1
-        self.edge = self._speed.now()
-        self._before = (self.edge, self.samples_seen, self._speed.steps)
+        self.wait_began = self._speed.now()
+        self._before = (self.wait_began, self.samples_seen, self._speed.steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.edge = self._speed.now()
+        self.wait_began = self._speed.now()
         if self._epoch_number != trainer.current_epoch:  # a resumed epoch keeps its sums
             self._epoch, self._epoch_number = {}, trainer.current_epoch
 
     def exclude_seconds(self, seconds: float) -> None:
         """Leave `seconds` between two steps out of the waiting time for data."""
-        self.edge += seconds
+        self.wait_began += seconds
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._waited += self._speed.now() - self.edge
+        self._waited += self._speed.now() - self.wait_began
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.samples_seen += batch.samples
@@ -140,21 +143,21 @@ class Meter(Callback):
             self._returned.append(({name: torch.zeros_like(value) for name, value in outputs.items()}, 0))
         elif batch.num_local_samples:
             self._returned.append((outputs, batch.num_local_samples))
-        self.fresh = self.due(trainer, trainer.global_step)
-        if self.fresh:
+        self.just_measured = self.due(trainer, trainer.global_step)
+        if self.just_measured:
             self._measure(trainer, pl_module)
         self._speed.count(batch.samples)
-        self.edge = self._speed.now()
+        self.wait_began = self._speed.now()
         if self.seconds_to_first_step is None:
             self.seconds_to_first_step = time.time() - self._started
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.device.type == "cuda":  # the last steps may still be running
             torch.cuda.synchronize(pl_module.device)
-        self.edge = self._speed.now()
+        self.wait_began = self._speed.now()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._speed.exclude_since(self.edge)
+        self._speed.exclude_since(self.wait_began)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._collect(trainer, pl_module)
@@ -189,7 +192,7 @@ class Meter(Callback):
         self._returned = []
         row = torch.cat([sums.flatten(), sums.new_tensor(mine)])
         rows = trainer.strategy.all_gather(row).reshape(-1, len(row)).cpu()
-        counted_rows = rows[:1] if trainer.strategy.staged else rows  # all stages have the same values
+        counted_rows = rows[:1] if trainer.strategy.staged else rows  # all stages of a network have the same values
         total = counted_rows[:, : sums.numel()].sum(dim=0).reshape(-1, 2)
         for running_sums in (self._since, self._epoch):
             for name, new in zip(self._names, total, strict=True):
@@ -248,7 +251,7 @@ def find_meter(trainer: Any) -> Meter | None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the peak memory of this process so far in GiB: of its CUDA devices, or on a CPU of the host."""
+    """Return the peak memory of this process so far in GiB: GPU memory if `device` is a GPU, else the host's memory."""
     if device.type == "cuda":
         return (peak_memory() or 0) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # Linux reports KiB

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.checkpoint.callback import Checkpoint, unlogged_metric_message
 from lockstep.errors import UserError
 
-OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 
 
 class MonitorCheck(pl.Callback):
@@ -39,7 +39,7 @@ class MonitorCheck(pl.Callback):
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for layer, attributes in self._before:
-            _put_back(layer, attributes)
+            _restore(layer, attributes)
         self._before = []
         logged = set(trainer.callback_metrics)
         if not logged or _reads_sanity_checking(pl_module):  # such a module may log other metrics in this check
@@ -83,13 +83,13 @@ def _reads_sanity_checking(module: pl.LightningModule) -> bool:
 
 def _copied_attributes(layer: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return a layer's plain attributes and buffers, each with a copy of its content."""
-    attributes = {name: value for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)}
-    return {name: (value, _copied(value)) for name, value in {**attributes, **layer._buffers}.items()}
+    plain = {name: value for name, value in vars(layer).items() if name not in MODULE_ATTRIBUTES and _is_plain(value)}
+    return {name: (value, _copied(value)) for name, value in {**plain, **layer._buffers}.items()}
 
 
-def _put_back(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
+def _restore(layer: nn.Module, attributes: Mapping[str, tuple[Any, Any]]) -> None:
     """Restore a layer's attributes to the same objects with the same content."""
-    for name in [name for name, value in vars(layer).items() if name not in OF_MODULES and _is_plain(value)]:
+    for name in [name for name, value in vars(layer).items() if name not in MODULE_ATTRIBUTES and _is_plain(value)]:
         if name not in attributes:
             delattr(layer, name)
     for name, (value, saved) in attributes.items():
@@ -110,7 +110,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
-    return isinstance(value, PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return isinstance(value, PLAIN_TYPES) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
 
 
 def _copied(value: Any) -> Any:

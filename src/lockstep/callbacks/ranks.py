@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torchmetrics import Metric
 
-from lockstep.step.lightning_quirks import forget_logged
+from lockstep.step.lightning_quirks import remove_logged
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
@@ -21,19 +21,19 @@ class DummyBatchOnEmptyRank(Callback):
     def __init__(self) -> None:
         self._updates: list[tuple[Metric, int]] = []
 
-    def _take_down(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def _note_updates(self, trainer: Any, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         self._updates = [(part, part.update_count) for part in pl_module.modules() if isinstance(part, Metric)]
 
-    def _forget(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if not trainer.datamodule.stand_in("test" if trainer.testing else "val"):
+    def _remove_results(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if not trainer.datamodule.has_no_samples("test" if trainer.testing else "val"):
             return
         for metric, before in self._updates:
             if metric.update_count != before:  # the other metrics belong to the current training epoch
                 metric.reset()
-        forget_logged(trainer)
+        remove_logged(trainer)
 
-    on_validation_batch_start = on_test_batch_start = _take_down
-    on_validation_batch_end = on_test_batch_end = _forget
+    on_validation_batch_start = on_test_batch_start = _note_updates
+    on_validation_batch_end = on_test_batch_end = _remove_results
 
 
 class Diverged(Exception):

@@ -45,7 +45,7 @@ class Checkpoint(LightningCheckpoint):
         saved: the step after which `last.ckpt` was last written; -1: never.
     """
 
-    changes_weights = False
+    changes_weights = False  # so a record of what decides the weights leaves this callback out
 
     def __init__(
         self,

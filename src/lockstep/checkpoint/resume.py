@@ -16,8 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.checkpoint import paths
 from lockstep.config import value_checks
 from lockstep.config.arguments import (
-    SEVERAL,
-    config_folders,
+    LIST_GROUPS,
+    config_dir_override,
     is_sweep,
     key,
     parse_arguments,
@@ -36,7 +36,7 @@ from lockstep.text import shell_override
 
 MULTIRUN_FLAGS = {"-m", "--multirun"}
 LENGTH = {"max_epochs", "max_steps"}
-RECORD = "overrides.yaml"  # in .hydra/
+OVERRIDES = "overrides.yaml"  # in .hydra/
 NAME_KEYS = {"name", "model", "data", "experiment"}  # the keys that determine a run's name
 
 
@@ -75,7 +75,7 @@ def expand_resume(arguments: Sequence[str], config_name: str) -> list[str]:
         folder = Path("${outputs}", *folder.parts[-2:])
     merged = {key(override): override for override in saved}
     _drop_length(merged, new_overrides)
-    for group in SEVERAL:
+    for group in LIST_GROUPS:
         _drop_options(merged, group, new_overrides)
     merged |= {key(override): override for override in new_overrides}
     merged |= {"resume": f"resume={quote_path(checkpoint)}", "hydra.run.dir": f"hydra.run.dir={quote_path(folder)}"}
@@ -96,7 +96,7 @@ def _drop_options(saved: dict[str, str], group: str, new_overrides: Sequence[str
 def _newest_of_ranks(find: Callable[[], tuple[float, str, list[str]]]) -> tuple[float, str, list[str]]:
     """Call `find` on all ranks and return the result with the newest checkpoint.
 
-    Each machine may have copies of the checkpoints, and rank zero's may have none.
+    Machines may have different copies of the checkpoints, and rank zero's machine may have none.
 
     Args:
         find: returns the time, path and overrides of a checkpoint.
@@ -154,7 +154,7 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
         )
     try:
         loaded = OmegaConf.load(record)
-        before = [*loaded.hydra.overrides.hydra, *config_folders(loaded, arguments), *loaded.hydra.overrides.task]
+        before = [*loaded.hydra.overrides.hydra, *config_dir_override(loaded, arguments), *loaded.hydra.overrides.task]
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
         raise UserError(f"{record}: not the record of a sweep: it must be the file that Hydra has written") from error
     merged = {key(argument): argument for argument in map(str, before)}
@@ -164,7 +164,8 @@ def expand_sweep_resume(arguments: Sequence[str]) -> list[str]:
         changed = merged.get(key(argument), argument)
         if is_sweep(argument) or is_sweep(changed):
             raise UserError(
-                f"{argument}: sweep.resume= runs the sweep's own jobs, which were given as {changed}: leave it out"
+                f"{argument}: sweep.resume= runs the jobs that the sweep lists ({changed}) and can't change them: "
+                f"leave {key(argument)} out"
             )
         merged[key(argument)] = argument
     for name in ("hydra.mode", "hydra.sweep.dir", "sweep.resume"):
@@ -186,16 +187,17 @@ def _saved_overrides(checkpoint: Path, flags: Sequence[str]) -> list[str]:
     Raises:
         UserError: the checkpoint is not in a run's folder.
     """
-    record = paths.run_of(checkpoint) / ".hydra"
-    if not (record / RECORD).exists():
+    hydra_folder = paths.run_of(checkpoint) / ".hydra"
+    if not (hydra_folder / OVERRIDES).exists():
         raise UserError(
-            f"resume={checkpoint}: not in checkpoints/ of a run folder, which has .hydra/ beside it: give "
+            f"resume={checkpoint}: not in the checkpoints/ of a run folder, which has a folder .hydra: give "
             "resume=<run folder>"
         )
-    saved = [str(override) for override in OmegaConf.load(record / RECORD)]
-    if (of_hydra := record / "hydra.yaml").exists():
-        saved += config_folders(OmegaConf.load(of_hydra), flags)
-    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}  # the engine sets these
+    saved = [str(override) for override in OmegaConf.load(hydra_folder / OVERRIDES)]
+    if (of_hydra := hydra_folder / "hydra.yaml").exists():
+        saved += config_dir_override(OmegaConf.load(of_hydra), flags)
+    # `resume` is set anew; an engine (torchrun, SLURM, MPI) sets devices and num_nodes
+    left_out = {"resume", *(("devices", "num_nodes") if external_workers() else ())}
     return [override for override in saved if key(override) not in left_out]
 
 
@@ -210,10 +212,10 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     """Return the checkpoint that `resume=` names: `last` (of the newest run), a run folder, or a file."""
     if wanted == "last":
         config = _compose_single([*new_overrides, *flags], config_name)
-        runs, runs_of = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
+        parent, pattern = Path(value_checks.folder("outputs", config.outputs)) / str(config.name), "*"
         if NAME_KEYS.isdisjoint(key(argument).partition(".")[0] for argument in new_overrides):
-            runs, runs_of = runs.parent, "*/*"
-        wanted = str(newest_run_folder("resume", runs, runs_of))
+            parent, pattern = parent.parent, "*/*"
+        wanted = str(newest_run_folder("resume", parent, pattern))
     path = Path(wanted.strip("'\"")).expanduser().resolve()
     if path.is_dir():
         if not paths.last(path).exists() and (runs_below := _runs_in(path, "*") or _runs_in(path, "*/*")):
@@ -227,22 +229,22 @@ def _find_checkpoint(wanted: str, new_overrides: list[str], flags: list[str], co
     return path
 
 
-def newest_run_folder(config_key: str, runs: Path, runs_of: str = "*/*") -> Path:
+def newest_run_folder(config_key: str, parent: Path, pattern: str = "*/*") -> Path:
     """Return the folder of the run that saved a checkpoint last.
 
     Under SLURM, a restarted job prefers runs that it has worked on.
 
     Args:
         config_key: the key whose value is `last`, for the message.
-        runs: the folder that has the runs.
-        runs_of: a pattern of the run folders in it.
+        parent: the folder that has the runs.
+        pattern: a pattern of the run folders in it.
 
     Raises:
         UserError: no run has a checkpoint.
     """
-    folders = _runs_in(runs, runs_of)
+    folders = _runs_in(parent, pattern)
     if not folders:
-        raise UserError(f"{config_key}=last: no run in {runs} has a checkpoint")
+        raise UserError(f"{config_key}=last: no run in {parent} has a checkpoint")
     return ([folder for folder in folders if slurm.worked_on(folder)] or folders)[-1]
 
 
@@ -264,23 +266,23 @@ def _compose_single(arguments: Sequence[str], config_name: str) -> DictConfig:
         return compose(config_name, overrides=single)
 
 
-# --- in the folder ---
+# --- files in a run's folder ---
 
 
-def record_of(config: Mapping[str, Any]) -> dict[str, str]:
+def hydra_files_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the files in a run's `.hydra/`, by name: the config, Hydra's own config, and the overrides.
 
     Args:
         config: the composed and resolved config, as plain containers.
     """
     hydra = HydraConfig.get()
-    content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, RECORD: hydra.overrides.task}
+    content = {"config.yaml": config, "hydra.yaml": {"hydra": hydra}, OVERRIDES: hydra.overrides.task}
     return {name: OmegaConf.to_yaml(each) for name, each in content.items()}
 
 
-def write_record(folder: Path, record: Mapping[str, str]) -> None:
+def write_hydra_files(folder: Path, hydra_files: Mapping[str, str]) -> None:
     """Write the files of a run's `.hydra/`."""
-    for name, text in record.items():
+    for name, text in hydra_files.items():
         write(folder / ".hydra" / name, text.encode())
 
 

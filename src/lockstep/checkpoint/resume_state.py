@@ -61,8 +61,8 @@ class ResumeState(Callback):
             if config.reduce_on_plateau:
                 new |= {name: state[name] for name in PLATEAU_STATE if name in state}
             else:
-                counted = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
-                for _ in range(counted // config.frequency):
+                steps = self._loaded["global_step"] // (self.steps_per_epoch if config.interval == "epoch" else 1)
+                for _ in range(steps // config.frequency):
                     config.scheduler.step()  # this also sets the optimizer's learning rates
                 new = config.scheduler.state_dict()
             states.append(new)
@@ -72,8 +72,8 @@ class ResumeState(Callback):
             {"params", "lr"} if same_lr and any(config.reduce_on_plateau for config in configs) else {"params"}
         )
         for state, optimizer in zip(self._loaded["optimizer_states"], trainer.optimizers, strict=False):
-            for old, fresh in zip(state["param_groups"], optimizer.param_groups, strict=False):
-                old |= {name: value for name, value in fresh.items() if name not in unchanged_keys}
+            for old, new in zip(state["param_groups"], optimizer.param_groups, strict=False):
+                old |= {name: value for name, value in new.items() if name not in unchanged_keys}
 
 
 def _lr(settings: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from lockstep.checkpoint import io as checkpoint_io
 from lockstep.checkpoint import paths
 from lockstep.checkpoint.copies import share_newest
 from lockstep.checkpoint.io import CheckpointError, Loaded
-from lockstep.checkpoint.resume import RECORD, write_record
+from lockstep.checkpoint.resume import OVERRIDES, write_hydra_files
 from lockstep.files import same_file
 from lockstep.launch import slurm
 from lockstep.launch.environment import environment
@@ -25,7 +25,7 @@ LOG = logging.getLogger("lockstep")
 
 
 def load_start(
-    folder: Path, resume: str | None, record: Mapping[str, str] | None, ranks: Sequence[int]
+    folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None, ranks: Sequence[int]
 ) -> Loaded | None:
     """Return rank zero's checkpoint from which a run continues; None for a new run. All workers must call it.
 
@@ -35,13 +35,13 @@ def load_start(
     Args:
         folder: the run's folder on this machine.
         resume: the checkpoint that the user has named; at least one machine has it in the run's folder.
-        record: the texts of the files in `.hydra/`, by file name.
+        hydra_files: the texts of the files in `.hydra/`, by file name.
         ranks: the ranks that write in the folder, from `ranks_with_folder`.
 
     Raises:
         CheckpointError: the checkpoint can't be used.
     """
-    path, best = checkpoint_to_load(folder, resume, record), paths.best(folder)
+    path, best = checkpoint_to_load(folder, resume, hydra_files), paths.best(folder)
     share_newest(path, ranks)
     named = resume is not None and not environment().restarts
     exists, has_best, named = broadcast_from_rank_zero((path.exists(), best.exists(), named))
@@ -56,15 +56,15 @@ def load_start(
         return Loaded(str(best), checkpoint_io.load(best, together=True))
 
 
-def checkpoint_to_load(folder: Path, resume: str | None, record: Mapping[str, str] | None) -> Path:
+def checkpoint_to_load(folder: Path, resume: str | None, hydra_files: Mapping[str, str] | None) -> Path:
     """Return the path of the checkpoint from which a run continues. It may not exist. All workers must call it."""
     last = paths.last(folder)
     if resume is None or Path(resume).name == last.name:
         return last
     # A restarted command has already gone back to `resume` once. It continues from the checkpoints that it saved since.
     restarted = bool(environment().restarts) or slurm.restarted()
-    again = restarted and bool(record) and _recorded_overrides(folder) == (record or {}).get(RECORD)
-    return last if any(gather_objects(again)) else last.with_name(Path(resume).name)
+    went_back = restarted and bool(hydra_files) and _recorded_overrides(folder) == (hydra_files or {}).get(OVERRIDES)
+    return last if any(gather_objects(went_back)) else last.with_name(Path(resume).name)
 
 
 class ClaimFolder(Callback):
@@ -75,13 +75,14 @@ class ClaimFolder(Callback):
 
     Args:
         folder: the run's folder.
-        record: the texts of the files in `.hydra/`, by file name.
+        hydra_files: the texts of the files in `.hydra/`, by file name.
         start: the checkpoint from which the run continues, if there is one.
         writes: whether this rank writes in the folder.
     """
 
-    def __init__(self, folder: Path, record: Mapping[str, str] | None, start: str | None, writes: bool) -> None:
-        self._folder, self._record, self._checkpoint, self._due = folder, record or {}, start, writes
+    def __init__(self, folder: Path, hydra_files: Mapping[str, str] | None, start: str | None, writes: bool) -> None:
+        self._folder, self._hydra_files = folder, hydra_files or {}
+        self._checkpoint, self._due = start, writes
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:  # Lightning calls callbacks that save after this
         if self._due:
@@ -97,14 +98,14 @@ class ClaimFolder(Callback):
 
     def _take(self) -> None:
         self._due = False
-        write_record(self._folder, self._record)
+        write_hydra_files(self._folder, self._hydra_files)
         if self._checkpoint and Path(self._checkpoint).exists():
             same_file(self._checkpoint, paths.last(self._folder))
 
 
 def _recorded_overrides(folder: Path) -> str:
     """Return the text of the overrides of the run in a folder; empty without a run."""
-    file = folder / ".hydra" / RECORD
+    file = folder / ".hydra" / OVERRIDES
     return file.read_text() if file.exists() else ""
 
 

@@ -78,8 +78,8 @@ def copy_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
         The names of the module's tensors that are not in `tensors` or have another shape there.
     """
     shapes = {name: value.shape for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    holders = ["", *(f"{name}." for name, _ in module.named_children())]
-    named = [{holder + name: value for name, value in tensors.items()} for holder in holders]
+    prefixes = ["", *(f"{name}." for name, _ in module.named_children())]
+    named = [{prefix + name: value for name, value in tensors.items()} for prefix in prefixes]
     fitting = [{name: value for name, value in each.items() if shapes.get(name) == value.shape} for each in named]
     best = max(fitting, key=len)
     whole = module.state_dict()
@@ -93,11 +93,11 @@ class LoadedWeights(NamedTuple):
 
     Attributes:
         message: a line for the log.
-        fresh: names of the module's tensors that the file does not have.
+        not_loaded: names of the module's tensors that the file does not have.
     """
 
     message: str
-    fresh: list[str]
+    not_loaded: list[str]
 
 
 def load_weights(
@@ -116,37 +116,36 @@ def load_weights(
         UserError: the file can't be read, or none of its tensors of two or more dimensions fits.
     """
     tensors = read_weights(key, path, together)
-    left = copy_weights(module, adapt(tensors) if adapt else tensors)
+    not_loaded = copy_weights(module, adapt(tensors) if adapt else tensors)
     module_tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    if not any(value.ndim > 1 for name, value in module_tensors.items() if name not in left):
-        raise UserError(
-            f"{key}={path}: none of its weights fits this model by name and shape: the model has {join_names(left)}"
-        )
-    return LoadedWeights(weights_message(key, len(module_tensors), left), left)
+    if not any(value.ndim > 1 for name, value in module_tensors.items() if name not in not_loaded):
+        model = f"the model has {join_names(not_loaded)}"
+        raise UserError(f"{key}={path}: none of its weights fits this model by name and shape: {model}")
+    return LoadedWeights(weights_message(key, len(module_tensors), not_loaded), not_loaded)
 
 
 def refuse_frozen(
-    key: str, module: nn.Module, fresh: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
+    key: str, module: nn.Module, not_loaded: Iterable[str], freeze: Sequence[str], unfrozen: Iterable[str] = ()
 ) -> None:
     """Refuse frozen parameters that a file has not set: they would keep their random values.
 
     Args:
         key: the setting that names the file, `init_from=...`.
         module: its frozen parameters have `requires_grad=False`.
-        fresh: names of the tensors that the file has not set.
+        not_loaded: names of the tensors that the file has not set.
         freeze: patterns of the names of frozen parameters.
         unfrozen: patterns of the names that a callback unfreezes later.
 
     Raises:
         UserError: there are such parameters.
     """
-    new = set(fresh)
+    new = set(not_loaded)
     unfilled = [name for name, each in module.named_parameters() if name in new and not each.requires_grad]
     unfilled = [name for name in unfilled if _matches(name, freeze) and not _matches(name, unfrozen)]
     if unfilled:
-        right = "leave them out of model.freeze, or give callbacks=unfreeze"
+        remedy = "leave them out of model.freeze, or give callbacks=unfreeze"
         raise UserError(
-            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, and model.freeze would keep them random: {right}"
+            f"{key}: has no {join_names(unfilled, MAX_NAMES)}, and model.freeze would keep them random: {remedy}"
         )
 
 

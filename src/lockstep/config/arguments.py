@@ -16,7 +16,7 @@ from lockstep.config.value_checks import ROOT, options
 from lockstep.errors import UserError
 
 CONF = ROOT / "conf"
-SEVERAL = {"callbacks", "extras", "logger", "experiment", "debug"}  # groups whose files add to each other
+LIST_GROUPS = {"callbacks", "extras", "logger", "experiment", "debug"}  # several of their files can be chosen
 
 
 def check_arguments(arguments: list[str]) -> list[str]:
@@ -29,14 +29,15 @@ def check_arguments(arguments: list[str]) -> list[str]:
     for argument in arguments:
         if (match := re.match(r"\+*(\w+)(@[\w.]*)?=", argument)) and (CONF / match[1]).is_dir():
             value = OverridesParser.create().parse_overrides([argument])[0].value()
-            if isinstance(value, int | float | dict | None) or (isinstance(value, list) and match[1] not in SEVERAL):
+            lists_names = isinstance(value, list) and match[1] in LIST_GROUPS
+            if isinstance(value, int | float | dict | list | None) and not lists_names:
                 raise UserError(
                     f"{argument}: takes one name; {unknown_name_message(str(value or None).lower(), options(match[1]))}"
                 )
     for argument in get_args_parser().parse_known_args(arguments)[1]:
         if argument.startswith("-"):
-            right = argument.lstrip("-") + "=<value>" * ("=" not in argument)
-            raise UserError(f"{argument}: there is no such flag; an override has no dashes, {right}")
+            override = argument.lstrip("-") + "=<value>" * ("=" not in argument)
+            raise UserError(f"{argument}: there is no such flag; an override has no dashes, {override}")
     for override in parse_arguments(arguments).overrides:
         if "=" not in override and not override.startswith("~"):
             raise UserError(f"{override}: an override is <key>=<value>; --help lists the keys")
@@ -46,15 +47,15 @@ def check_arguments(arguments: list[str]) -> list[str]:
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command line's flags (with their values) and its overrides.
 
-    If you join them again, put the flags last: a flag's value may be missing, and argparse takes overrides only in one
-    sequence.
+    If you join them again, put the flags last: a flag without its value would take the next override as its value, and
+    argparse takes overrides only if they stand together.
     """
     overrides = parse_arguments(arguments).overrides
     return [argument for argument in arguments if argument not in overrides], overrides
 
 
-def config_folders(record: Any, arguments: Sequence[str]) -> list[str]:
-    """Return the override that adds the `--config-dir` of an earlier run.
+def config_dir_override(record: Any, arguments: Sequence[str]) -> list[str]:
+    """Return a list with the override that adds the `--config-dir` of an earlier run; empty if that had none.
 
     Args:
         record: the earlier run's `hydra.yaml` or `multirun.yaml`.
@@ -103,7 +104,7 @@ def is_sweep(override: str) -> bool:
 def help_page(config_name: str, arguments: Sequence[str], pages: Path = CONF) -> str:
     """Return the help text of a program.
 
-    It is the text of the config files that the command line chooses, or without any the program's front page.
+    It is the text of the config files that the command line chooses, or the program's front page if it chooses none.
 
     Args:
         config_name: the program's config, such as `train`.
@@ -149,7 +150,7 @@ def no_name_message(group: str, command_line: Sequence[str]) -> str:
     """Return the message for a chosen config file that lacks the key `name`, which is part of the run's name."""
     chosen = [each.partition("=")[2] for each in parse_arguments(command_line).overrides if key(each) == group]
     name = chosen[-1] if chosen else "mine"
-    return f"{group}.name: conf/{group}/{name}.yaml has no name for the run's folder: add a line name: {name}"
+    return f"{group}.name: conf/{group}/{name}.yaml has no name for the run's folder: add the line `name: {name}`"
 
 
 def no_key_message(key: str, error: Any) -> str:
@@ -157,17 +158,17 @@ def no_key_message(key: str, error: Any) -> str:
 
     Args:
         key: the dotted key.
-        error: OmegaConf's error; None if the key is a group of which the program's config chooses nothing.
+        error: OmegaConf's error; None if the key is a group that the program's defaults list lacks.
     """
     if error is None:
         return f"{key}: there is no such key; +{key}=<name> adds it"
     group, _, rest = key.partition(".")
-    if (file := rest.partition(".")[0]) and group in SEVERAL and file in options(group):
+    if (file := rest.partition(".")[0]) and group in LIST_GROUPS and file in options(group):
         return f"{key}: {group}={file} is not chosen: give {group}=[{file}] too"
     if key in options("extras"):
         return f"{key}: there is no such key; did you mean extras=[{key}]?"
     if error.full_key == group and (names := options(group)):
-        return f"{key}: there is no such key; {group}=<name> adds some: {', '.join(names)}"
+        return f"{key}: there is no such key; files of {group} add keys: give {group}=<name>, one of {', '.join(names)}"
     config: Any = OmegaConf.to_container(error.parent_node._get_root())
     return no_such_key_message(key, config)
 

@@ -1,4 +1,4 @@
-"""The checks of a run's config: each key by the schema, then forbidden combinations, then the layout.
+"""The checks of a run's config: each key by the schema, then the layout, then forbidden combinations.
 
 This module imports torch only to count GPUs on a machine that has some, so bad input is refused in a second or two.
 """
@@ -35,8 +35,8 @@ EXACT = ("64-true", "32-true", "bf16-mixed")  # precisions with which exact=true
 class Config(RunKeys):
     """The checked config of a run.
 
-    The layout has the strategy's name, devices, sizes and `exact`; no other field repeats them. `precision` is
-    Lightning's name, never `auto`.
+    The strategy's name, the devices, `batch_size`, `pieces` and `exact` are in `layout`; no other field repeats them.
+    `precision` is Lightning's name, never `auto`.
     """
 
     data: dict[str, Any]
@@ -61,7 +61,7 @@ class Config(RunKeys):
         return self.threads or (1 if self.layout.exact else cores_per_worker(workers))
 
     @property
-    def step_lr(self) -> float:
+    def peak_lr(self) -> float:
         """The peak learning rate after `lr_scaling`. It depends on the batch size, never on the number of devices."""
         ratio = self.layout.batch_size / self.reference_batch_size
         return self.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
@@ -101,9 +101,10 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
     if not isinstance(strategy, Strategy):
         raise UserError(f"strategy._target_={keys.strategy['_target_']}: must be a lockstep.strategies.Strategy")
     accelerator, devices = _devices(keys)
-    name = strategy.name_on(devices * keys.num_nodes)
+    name = strategy.layout_name(devices * keys.num_nodes)  # of auto, it depends on the number of devices
     if name == "dp" and external_workers() > 1:
-        raise UserError("strategy=dp runs in one process, but an engine has started several workers: give strategy=ddp")
+        several = f"{environment().started_by} has started several workers"
+        raise UserError(f"strategy=dp runs in one process, but {several}: give strategy=ddp")
     layout = layouts.resolve(
         strategy=name,
         accelerator=accelerator,
@@ -115,7 +116,7 @@ def check(raw: Mapping[str, Any], trains: bool = True, overridden: Iterable[str]
         exact=keys.exact,
         shares=strategy.shares,
         staged=strategy.staged,
-        even=trains,
+        equal_pieces=trains,
     )
     _check_pairs(keys, layout, trains)
     run_keys = {field.name: getattr(keys, field.name) for field in fields(RunKeys)} | {"optimizer": optimizer}
@@ -173,6 +174,7 @@ def _devices(keys: Keys) -> tuple[str, int]:
             "accelerator=gpu: this machine has no GPU that torch can use; accelerator=cpu simulates devices"
         )
     devices = (gpus or 1) if keys.devices == "auto" else keys.devices
+    # SLURM may show each worker only its own GPU, so one visible GPU does not mean one device.
     if gpus and devices > gpus and not (environment().dedicated_gpu and gpus == 1):
         raise UserError(f"devices={devices}: this machine has {plural(gpus, 'GPU')}; accelerator=cpu simulates more")
     if not gpus and devices > cpu_cap():
@@ -183,7 +185,9 @@ def _devices(keys: Keys) -> tuple[str, int]:
 
 
 def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> dict[str, Any]:
-    """Return the config with `devices` and `num_nodes` of the engine; unchanged if there is no engine.
+    """Return the config with the devices and machines for which an engine (torchrun, SLURM, MPI) started workers.
+
+    Without an engine the config is unchanged.
 
     Raises:
         UserError: the config has other numbers, or several machines without an engine.
@@ -193,8 +197,8 @@ def _with_engine_layout(raw: Mapping[str, Any], overridden: Iterable[str]) -> di
     if not workers:
         if isinstance(nodes, int) and nodes > 1:
             raise UserError(
-                f"num_nodes={nodes}: on several machines an engine starts the workers. On each machine: "
-                f"{_torchrun(nodes, devices)}"
+                f"num_nodes={nodes}: on several machines torchrun, SLURM or MPI must start the workers. "
+                f"On each machine: {_torchrun(nodes, devices)}"
             )
         return dict(raw)
     engine_layout = {"devices": workers // environment().num_nodes, "num_nodes": environment().num_nodes}
@@ -221,6 +225,7 @@ def _torchrun(nodes: int, devices: Any) -> str:
 
 def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     """Refuse forbidden combinations of settings, and settings that this machine can't fulfil."""
+    # Each is a setting as it is typed, or "" if it is not chosen; see `_refuse`.
     exact = f"exact={show(keys.exact)}" * bool(keys.exact)
     portable = exact * (keys.exact == PORTABLE)
     cpu = "accelerator=cpu" * (layout.accelerator == "cpu")
@@ -270,18 +275,18 @@ def _check_pairs(keys: Keys, layout: Layout, trains: bool) -> None:
     shares = layout.shares
     if shares and len(shares) != layout.num_devices:
         raise UserError(f"strategy.shares={list(shares)}: must be {layout.num_devices} numbers, one for each device")
-    if trains and _unneeded_settings(layout):
-        right = next(
-            (f"give pieces={each.pieces}" for each in layout.finer() if not _unneeded_settings(each)), "leave them out"
-        )
+    if trains and _shares_change_nothing(layout):
+        enough = (each.pieces for each in layout.with_more_pieces() if not _shares_change_nothing(each))
+        pieces = next(enough, None)
+        remedy = f"give pieces={pieces}" if pieces else "leave them out"
         same = f"{plural(layout.pieces, 'piece')} would be distributed as without shares"
-        raise UserError(f"strategy.shares={list(layout.shares)}: {same}: {right}")
+        raise UserError(f"strategy.shares={list(layout.shares)}: {same}: {remedy}")
     if portable and (missing := missing_instructions()):
         raise UserError(f"{portable}: this processor has no {' and '.join(missing)}: give exact=true")
     if compiled and (reason := compiler_lacking(layout.accelerator)):
         raise UserError(f"{compiled} needs {reason}")
 
 
-def _unneeded_settings(layout: Layout) -> bool:
+def _shares_change_nothing(layout: Layout) -> bool:
     """Check whether unequal shares give each device as many pieces as no shares would."""
     return len(set(layout.shares)) > 1 and layout.counts == replace(layout, shares=()).counts

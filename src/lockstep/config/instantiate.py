@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 
 LATER = "later:"  # prefix of a value that is only known during the run, as in `T_max: later:total_steps`
 HYDRA_KEYS = {"_target_", "_partial_"}
-CHECKED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations are reliable
+ANNOTATED = ("lockstep.", "lightning.pytorch.callbacks.", "torch.optim.")  # modules whose annotations are reliable
 
 
 def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
@@ -37,17 +37,17 @@ def instantiate(key: str, config: Mapping[str, Any], /, **offers: Any) -> Any:
     """
     numbers = {name: value for name, value in offers.items() if isinstance(value, int | float | str)}
     options = _completed(key, config, numbers)
-    makes = options.pop("_partial_", False)
+    is_partial = options.pop("_partial_", False)
     target = locate(f"{key}._target_", options.pop("_target_"))
     try:
         made = hydra.utils.instantiate({**options, "_convert_": "all"})
     except InstantiationException as error:
         raise UserError(f"{key}: {error.__cause__ or error}".partition("\n")[0]) from error
-    if target.__module__.startswith(CHECKED):
+    if target.__module__.startswith(ANNOTATED):
         _check_option_types(key, target, made)
     takes = parameters(target)
     make = partial(target, **{name: value for name, value in offers.items() if name in takes} | made)
-    return make if makes else call(key, make)
+    return make if is_partial else call(key, make)
 
 
 def call(key: str, make: partial[Any], *args: Any) -> Any:
@@ -109,7 +109,7 @@ def _parameters(target: Any) -> Iterator[inspect.Parameter]:
     """Yield the parameters that a class or function takes. See `parameters`."""
     makers = _makers(target)
     seen: set[str] = set()
-    before: list[inspect.Parameter] = []  # the `**kwargs` of the subclass
+    subclass_kwargs: list[inspect.Parameter] = []  # the `**kwargs` of the subclass
     for maker in makers:
         signature_parameters = inspect.signature(maker).parameters.values()
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -122,10 +122,10 @@ def _parameters(target: Any) -> Iterator[inspect.Parameter]:
             yield from rest
         if not rest:
             if not named:  # the base class takes no arguments, so the subclass uses its `**kwargs` itself
-                yield from before
+                yield from subclass_kwargs
             return
         seen |= set(named)
-        before = rest
+        subclass_kwargs = rest
 
 
 def _makers(target: Any) -> list[Any]:

@@ -14,10 +14,10 @@ from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict onl
 
 from lockstep.config.value_checks import Flag, Folder, Fraction, FromZero, Name, Positive, Text, Whole, options
 
-OURS = ConfigDict(extra="forbid", defer_build=True)  # built on first use: `--help` and `--cfg` don't need it
+STRICT = ConfigDict(extra="forbid", defer_build=True)  # no other keys; built on first use, which `--help` is not
 
 
-def filled(value: Any) -> Any:
+def empty_for_none(value: Any) -> Any:
     """Return {} for None, so that a group without a choice is empty."""
     return {} if value is None else value
 
@@ -38,13 +38,13 @@ def no_file(value: Any) -> Any:
 
 
 Group: TypeAlias = dict[str, Any]
-OptionalGroup: TypeAlias = Annotated[dict[str, Any], BeforeValidator(filled)]
-NamedGroups: TypeAlias = Annotated[dict[str, dict[str, Any] | None], BeforeValidator(filled)]
+OptionalGroup: TypeAlias = Annotated[dict[str, Any], BeforeValidator(empty_for_none)]
+NamedGroups: TypeAlias = Annotated[dict[str, dict[str, Any] | None], BeforeValidator(empty_for_none)]
 
 PRECISIONS: TypeAlias = Literal["auto", "64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 
 
-@with_config(OURS)
+@with_config(STRICT)
 class Augment(TypedDict, total=False):
     """`data.augment`. `crop` is compared with the image size when the data is opened."""
 
@@ -53,7 +53,7 @@ class Augment(TypedDict, total=False):
     fill: Literal["zero", "reflect"]
 
 
-@with_config(OURS)
+@with_config(STRICT)
 class Transforms(TypedDict, total=False):
     """`data.transforms`: transforms named by `_target_`, in the order in which they are applied."""
 
@@ -93,7 +93,7 @@ class Scheduler(TypedDict, total=False):
     strict: Flag
 
 
-@with_config(OURS)
+@with_config(STRICT)
 class SpecRecord(TypedDict):
     """A checkpoint's record of the images that it was trained on."""
 
@@ -105,7 +105,7 @@ class SpecRecord(TypedDict):
 
 
 # Arguments of Lightning's Trainer that a user may set. Other keys set the step, the layout and the run's length.
-FREE: TypeAlias = Literal[
+TRAINER_OPTIONS: TypeAlias = Literal[
     "benchmark",
     "deterministic",
     "detect_anomaly",
@@ -119,15 +119,15 @@ FREE: TypeAlias = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Debug:
     """`debug`: settings for looking into a run."""
 
     one_batch: Flag = False
-    trainer: Annotated[dict[FREE, Any], BeforeValidator(filled)] = Field(default_factory=dict)
+    trainer: Annotated[dict[TRAINER_OPTIONS, Any], BeforeValidator(empty_for_none)] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Speed:
     """`speed`: settings that change the speed and not the result."""
 
@@ -136,7 +136,7 @@ class Speed:
     resident: Flag | Literal["auto"] = "auto"
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sweep:
     """`sweep`: settings of a command that makes several runs."""
 
@@ -163,7 +163,7 @@ class RunKeys:
     precision: PRECISIONS
     threads: Whole | None = None
     compile: Flag = False
-    speed: Annotated[Speed, BeforeValidator(filled)] = field(default_factory=Speed)
+    speed: Annotated[Speed, BeforeValidator(empty_for_none)] = field(default_factory=Speed)
     max_epochs: Whole | None = None
     max_steps: Whole | None = None
     val_every: Whole | None = None
@@ -182,10 +182,10 @@ class RunKeys:
     checkpoint: Text | None = None
     callbacks: NamedGroups = field(default_factory=dict)
     logger: NamedGroups = field(default_factory=dict)
-    debug: Annotated[Debug, BeforeValidator(filled)] = field(default_factory=Debug)
+    debug: Annotated[Debug, BeforeValidator(empty_for_none)] = field(default_factory=Debug)
 
 
-@dataclass(frozen=True, kw_only=True, config=OURS)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Keys(RunKeys):
     """All keys as the user gives them. Most of the keys below become the run's layout."""
 
@@ -199,4 +199,4 @@ class Keys(RunKeys):
     pieces: Whole | None = None
     accumulate_grad_batches: Whole | None = None
     exact: Flag | Literal["portable"] = False
-    sweep: Annotated[Sweep, BeforeValidator(filled)] = field(default_factory=Sweep)
+    sweep: Annotated[Sweep, BeforeValidator(empty_for_none)] = field(default_factory=Sweep)

@@ -67,17 +67,17 @@ def no_such_key_message(key: str, config: Mapping[str, Any], known: Iterable[str
         known: the keys of the same group, if they are not in `config`.
     """
     group, _, last = key.rpartition(".")
-    beside: Any = config
+    siblings: Any = config  # the config that should have the key
     for part in group.split(".") if group else ():
-        beside = beside.get(part) if isinstance(beside, Mapping) else beside
+        siblings = siblings.get(part) if isinstance(siblings, Mapping) else siblings
     refused = f"{key}: there is no such key"
     if hint := _suggestion(key, config):
         return f"{refused}; {hint}"
-    if not beside and not known:
+    if not siblings and not known:
         return f"{refused}: {group} is null here"
-    if not isinstance(beside, Mapping) and not known:
+    if not isinstance(siblings, Mapping) and not known:
         return f"{refused}: {group} has no keys below it"
-    names = known or [name for name in beside if not name.startswith("_") and name != "hydra"]
+    names = known or [name for name in siblings if not name.startswith("_") and name != "hydra"]
     return f"{refused}; {unknown_name_message(last, names)}"
 
 

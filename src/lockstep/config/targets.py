@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from lockstep.config.value_checks import ROOT
 from lockstep.errors import UserError
 
-EXTRAS = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
+PACKAGES = {"WandbLogger": "wandb", "MLFlowLogger": "mlflow"}  # Lightning's classes that need a further package
 
 
 def targets_in(key: str, value: Any) -> Iterable[tuple[str, str]]:
@@ -45,31 +45,31 @@ def check_target(key: str, target: str) -> None:
         module_spec = None
     if module_spec is None:
         raise UserError(f"{key}={target}: there is no module {package}, neither in src/ nor installed")
-    extra = EXTRAS.get(target.rpartition(".")[2])
-    if extra and importlib.util.find_spec(extra) is None:
-        raise UserError(f"{key}={target}: needs {extra}: pip install -e .[{extra}]")
+    needed = PACKAGES.get(target.rpartition(".")[2])
+    if needed and importlib.util.find_spec(needed) is None:
+        raise UserError(f"{key}={target}: needs {needed}: pip install -e .[{needed}]")
 
 
-def check_targets_named(path: Path, group: str, carried: Any, requested: Any = None) -> None:
+def check_targets_named(path: Path, group: str, saved: Any, requested: Any = None) -> None:
     """Refuse targets in a checkpoint's config that the user's own config does not name. Nothing is imported.
 
     Args:
         path: the checkpoint, for messages.
         group: the config group, such as `model`.
-        carried: the group's config in the checkpoint.
+        saved: the group's config in the checkpoint.
         requested: the group's config on the command line. Targets in it are allowed, and so are those in conf/ and in
             the other folders from which Hydra composes.
 
     Raises:
         UserError: it names the first such target.
     """
-    carried_targets = list(targets_in(group, carried))
-    if not carried_targets:
+    saved_targets = list(targets_in(group, saved))
+    if not saved_targets:
         return
     files = [(file, folder) for folder in _config_folders() for file in folder.rglob("*.yaml")]
     parts = [requested, *(_part(file, folder, group) for file, folder in files)]
     allowed = {target for part in parts for _, target in targets_in(group, part)}
-    for key, target in carried_targets:
+    for key, target in saved_targets:
         if target not in allowed:
             raise UserError(
                 f"{path}: its {key} is {target}, which no file of conf/{group} names: if you trust this checkpoint, "

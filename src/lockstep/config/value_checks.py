@@ -114,11 +114,11 @@ def match_patterns(patterns: Iterable[str], names: Sequence[str]) -> dict[str, s
     """
     pattern_of: dict[str, str] = {}
     for pattern in patterns:
-        hit = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
-        if not hit:
+        matching = [name for name in names if fnmatch.fnmatchcase(name, str(pattern))]
+        if not matching:
             near = difflib.get_close_matches(str(pattern), names, n=1) or [f"{names[0]} to {names[-1]}"]
             raise ValueError(f"{pattern} matches no parameter's name; there is {near[0]}")
-        pattern_of |= dict.fromkeys(hit, pattern)
+        pattern_of |= dict.fromkeys(matching, pattern)
     return pattern_of
 
 
@@ -133,14 +133,14 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
         errors: pydantic's errors.
         known: the names that the value's keys may have.
     """
-    place: tuple[Any, ...] = errors[0]["loc"]
+    location: tuple[Any, ...] = errors[0]["loc"]
     keys, top = [key] if key else [], value
-    for depth, part in enumerate(place):
+    for depth, part in enumerate(location):
         if errors[0]["type"] in ("missing", "missing_argument", "missing_keyword_only_argument") and part not in value:
             name = ".".join([*keys, part])
             return f"{name} must be given: {name}=..."
         if not isinstance(value, Mapping) or part not in value:  # `part` is one of several types, or an index
-            place = place[:depth]
+            location = location[:depth]
             break
         keys.append(str(part))
         value = value[part]
@@ -152,6 +152,6 @@ def _error_message(key: str, value: Any, errors: Sequence[Any], known: Iterable[
             name = f"{name}.{part}"
         others = {} if key else {each: below for each, below in top.items() if each != keys[0] or len(keys) > 1}
         return no_such_key_message(name, others, known if key or len(keys) > 1 else ())
-    messages = [error["msg"] for error in errors if error["loc"][: len(place)] == place]
-    right = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
-    return f"{name}={show(value)}: must be {right}"
+    messages = [error["msg"] for error in errors if error["loc"][: len(location)] == location]
+    expected = " or ".join(re.sub("^.*? should be |^Value error, must be ", "", each) for each in messages)
+    return f"{name}={show(value)}: must be {expected}"

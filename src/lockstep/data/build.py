@@ -50,8 +50,8 @@ def open_data(config: Mapping[str, Any], data_dir: str, seed: int = 0) -> Splits
         source = source_of(source, split_seed)
     if not isinstance(source, Source):
         made = type(source).__name__
-        right = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
-        wrong = f"data._target_={config['_target_']} returned a {made}: {right}"
+        remedy = "it must return a lockstep.Source or a LightningDataModule (docs/use/own-data.md)"
+        wrong = f"data._target_={config['_target_']} returned a {made}: {remedy}"
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
             raise UserError(wrong)
         raise UserError(

@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.datasets import Ids, Splits, innermost_dataset, labels_of
-from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, chunks_of_rank, streams
+from lockstep.data.loaders import (
+    ChunkDataset,
+    ChunkSampler,
+    Loader,
+    StepDataset,
+    StepSampler,
+    chunks_of_rank,
+    gains_from_loader_processes,
+)
 from lockstep.data.on_device import Resident, place_on_device
 from lockstep.launch.environment import environment
 from lockstep.launch.machine import cores_per_worker
@@ -35,9 +43,9 @@ class DataModule(pl.LightningDataModule):
         seed: the run's seed. The order of samples and their augmentation depend on it.
         rank: this process's number among `layout.replicas`.
         num_workers: loader processes of this process. None: none for data sets in memory, else the machine's cores
-            divided by its worker processes, 1 to 8.
+            divided by its number of ranks, at least 1 and at most 8.
         resident: whether data sets in memory are copied to the GPU: true, false or auto; see `lockstep.data.on_device`.
-        trains: whether `batch_size` is that of training. If not, it was chosen for an evaluation.
+        trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
 
     Attributes:
         order: the order of the training samples.
@@ -74,7 +82,7 @@ class DataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Copy data sets in memory to the GPU, if the run uses one, before loaders are made."""
         assert self.trainer is not None
-        # Once, because a search through the module's layers takes longer than the rest of `finish`.
+        # Found once: to search the module's parameters for each batch would take longer than to prepare the batch.
         self._like = next((p for p in self._module.parameters() if p.is_floating_point()), None)
         device = self.trainer.strategy.root_device
         if self._placed is None and device.type == "cuda":
@@ -85,21 +93,21 @@ class DataModule(pl.LightningDataModule):
 
     @cached_property
     def labels(self) -> Ids:
-        """The labels of the training samples, int64 [n], in the order of the data set; raises as `labels_of`."""
+        """The labels of the training samples, int64 [n], in the data set's order. Raises what `labels_of` raises."""
         return labels_of(self.splits.train)
 
     def labels_of_step(self, step_batch: StepBatch) -> Ids:
-        """Return the labels of all samples of a step, over all processes, int64 [n]; raise as `labels_of`."""
+        """Return the labels of all samples of a step, over all processes, int64 [n]; see `labels`."""
         index = step_batch.step - step_batch.epoch * self.order.steps_per_epoch
         return self.labels[self.order.step(step_batch.epoch, index)]
 
     # --- loaders ---
 
-    def _set(self, split: str) -> Any:
+    def _dataset_of(self, split: str) -> Any:
         return getattr(self._placed or self.splits, split)
 
     def _steps(self) -> StepDataset:
-        return StepDataset(self._set("train"), self.order, self.rank, self.splits.augment)
+        return StepDataset(self._dataset_of("train"), self.order, self.rank, self.splits.augment)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of an epoch's remaining steps."""
@@ -121,12 +129,12 @@ class DataModule(pl.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this process's part of the test set, in its order; the part may be empty."""
-        return self._evaluation("test", least=0)
+        return self._evaluation("test", min_batches=0)
 
-    def stand_in(self, split: str) -> bool:
+    def has_no_samples(self, split: str) -> bool:
         """Check whether this process has no sample of `val` or `test` to evaluate.
 
-        Its loader then has one sample all the same, so that it joins every collective. Drop its result.
+        Its loader then yields one sample, so that this process joins every collective. Drop its result.
         """
         return not self._chunks(getattr(self.splits, split))
 
@@ -134,9 +142,9 @@ class DataModule(pl.LightningDataModule):
         """Return the number of samples of `val` or `test` that this process evaluates."""
         return sum(stop - start for start, stop in self._chunks(getattr(self.splits, split)))
 
-    def _evaluation(self, split: str, least: int = 1) -> Loader:
-        dataset = self._set(split)
-        return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * least))
+    def _evaluation(self, split: str, min_batches: int = 1) -> Loader:
+        dataset = self._dataset_of(split)
+        return self._loader(ChunkDataset(dataset), ChunkSampler(self._chunks(dataset) or [(0, 1)] * min_batches))
 
     def _chunks(self, dataset: Any) -> list[tuple[int, int]]:
         return chunks_of_rank(len(dataset), self.layout, self.rank, self.trains)
@@ -144,7 +152,7 @@ class DataModule(pl.LightningDataModule):
     def _loader(self, dataset: Any, sampler: Any, keep_workers: bool = False) -> Loader:
         resident = isinstance(innermost_dataset(dataset.dataset), Resident)
         workers = 0 if resident else self.num_workers  # a loader process would have to read from the GPU
-        if workers is None and streams(dataset.dataset):
+        if workers is None and gains_from_loader_processes(dataset.dataset):
             workers = min(8, cores_per_worker(self.layout.world_size // self.layout.num_nodes))
         return Loader(
             dataset,
@@ -153,10 +161,10 @@ class DataModule(pl.LightningDataModule):
             collate_fn=_identity,
             pin_memory=self.layout.accelerator == "gpu" and torch.cuda.is_available() and not resident,
             persistent_workers=keep_workers and bool(workers),
-            # Python 3.14 starts them from a server process by default, but `set_parent_death_signal` needs this
-            # process as their parent.
+            # Python 3.14 starts loader processes from a server process by default, but `set_parent_death_signal` works
+            # only if this process is their parent.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
-            # Each iterator draws a number; from the global generator, this would change all later random numbers.
+            # Each iterator draws a seed. Drawn from torch's global generator, it would change all later numbers.
             generator=torch.Generator().manual_seed(self.order.seed),
             worker_init_fn=partial(_set_up_loader_process, os.getpid()),
         )
@@ -164,14 +172,14 @@ class DataModule(pl.LightningDataModule):
     # --- on the device ---
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
-        """Fetch one piece of a step for a device of this process, which is numbered over all nodes."""
+        """Fetch one piece of a step. `device` is one of this process; devices are counted over all nodes."""
         fetched = self._steps().fetch_piece(step_batch, piece, device)
         assert self.trainer is not None
         return self.transfer_batch_to_device(fetched, self.trainer.strategy.root_device, 0).micro_batches[0]
 
     def piece(self, split: str) -> Any:
         """Return a piece-sized batch of the first samples of `train` or `test`, prepared for the module's steps."""
-        dataset = ChunkDataset(self._set(split))
+        dataset = ChunkDataset(self._dataset_of(split))
         batch = dataset.__getitems__(range(min(self.layout.piece_size, len(dataset))))
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
@@ -189,7 +197,7 @@ class DataModule(pl.LightningDataModule):
             return batch
         return self._module.on_after_batch_transfer(self._prepared(batch), dataloader_idx)
 
-    def finish(self, micro_batch: MicroBatch) -> Any:
+    def prepare(self, micro_batch: MicroBatch) -> Any:
         """Return the batch of a micro-batch for `training_step`, before mixing and the module's hooks.
 
         Returns:
@@ -220,7 +228,8 @@ class DataModule(pl.LightningDataModule):
         if x.dtype == torch.uint8:
             x = self._normalise(x, dtype)
         elif x.is_floating_point():
-            # A kernel is chosen by the alignment of its input, and a view of a larger tensor may begin anywhere.
+            # Copy on CUDA: a view of a larger tensor may begin anywhere, and for another alignment of its input another
+            # kernel is chosen, which may round differently.
             x = x.to(dtype, copy=x.is_cuda)
         return (x, *rest)
 

@@ -94,8 +94,8 @@ class Splits:
         balanced: whether an epoch has equally many samples of each class.
         mix: None, or a function that mixes the samples of a piece: it takes images and labels and returns images and
             labels [n, classes].
-        about: as of `Source`.
-        divided: as of `Source`.
+        about: see `Source`.
+        divided: see `Source`.
     """
 
     train: Any
@@ -110,7 +110,7 @@ class Splits:
     divided: bool = False
 
     def order(self, layout: Layout, seed: int) -> DataOrder:
-        """Return the order of the training samples for a layout; with `balanced`, raise as `labels_of`."""
+        """Return the order of the training samples for a layout; with `balanced`, raise what `labels_of` raises."""
         return DataOrder(len(self.train), layout, seed, labels_of(self.train) if self.balanced else None)
 
     @property
@@ -252,7 +252,7 @@ def fetch(dataset: Any, ids: Ids, seed: int = 0, epoch: int | Ids = 0) -> Any:
 
 
 def _collated(dataset: Any, items: list[Any]) -> Any:
-    """Return the batch of some samples; raise as `fetch`."""
+    """Return the batch of some samples; raise what `fetch` raises."""
     collate = getattr(dataset, "collate_fn", default_collate)
     try:
         return collate(items)

@@ -18,16 +18,16 @@ from lockstep.data.on_device import Resident
 from lockstep.step.batch import MicroBatch, StepBatch
 
 Chunk = tuple[int, int]  # (start, stop)
-Step = tuple[int, int]  # (epoch, step of the epoch)
-GATHERED = 1 << 20  # bytes of images that one gather copies from a data set in memory
+StepPosition = tuple[int, int]  # (epoch, step of the epoch)
+GATHER_BYTES = 1 << 20  # bytes of images that one gather copies from a data set in memory
 
 
 class Loader(DataLoader[Any]):
     """torch's DataLoader, but with a plain loop if there are no loader processes, which saves 0.1 ms per batch.
 
     Attributes:
-        checking: a function that returns whether Lightning's sanity check runs. It only needs the first batch, which
-            then comes from a separate loader, so that this one does not change.
+        checking: a function that returns whether Lightning's sanity check runs. The check needs only the first batch
+            and gets it from a separate loader, so that this loader's processes and random state do not change.
     """
 
     checking: Callable[[], bool] | None = None
@@ -67,7 +67,7 @@ class StepSampler(Sampler[Any]):
     def __len__(self) -> int:
         return self.order.steps_per_epoch
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StepPosition]:
         epoch, start = self.order.position(self.steps_taken())
         return ((epoch, index) for index in range(start, len(self)))
 
@@ -75,8 +75,8 @@ class StepSampler(Sampler[Any]):
 class StepDataset:
     """A training set whose items are `StepBatch`es: one process's parts of optimizer steps.
 
-    From a data set in memory, one gather fetches the samples of several steps, because the caches are cold after each
-    step and the call itself takes longer than the copy.
+    From a data set in memory, one gather fetches the samples of several steps: each call has an overhead that is larger
+    than the copy, and starts with cold caches.
 
     Args:
         dataset: the training set, map-style.
@@ -90,13 +90,13 @@ class StepDataset:
         self.order = order
         self.augment = augment
         self.micro_batches = order.layout.micro_batches(rank)
-        self._gathered: dict[Step, StepBatch] = {}
+        self._gathered: dict[StepPosition, StepBatch] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, at: Step) -> StepBatch:
-        # A loader process works ahead, and each of them would keep its own gathered steps.
+    def __getitems__(self, at: StepPosition) -> StepBatch:
+        # Not in loader processes: the steps are dealt out to them, so each would gather steps that others fetch.
         loader_process = get_worker_info() is not None
         if loader_process or type(innermost_dataset(self.dataset)) not in (ArrayDataset, Resident):
             return self._fetch(self._step_batch(*at))
@@ -118,12 +118,12 @@ class StepDataset:
             micro_batch.draws = self.augment.draws(seed, micro_batch.epochs, micro_batch.ids)
         return step_batch
 
-    def _gather(self, epoch: int, index: int) -> dict[Step, StepBatch]:
+    def _gather(self, epoch: int, index: int) -> dict[StepPosition, StepBatch]:
         """Fetch step `index` and the next ones with one gather. Return them by their position."""
         order, image = self.order, innermost_dataset(self.dataset).images[0]
         samples = -(-order.layout.batch_size // order.layout.replicas)
-        together = max(1, GATHERED // (image.nbytes * samples))
-        last = min(index + together, order.steps_per_epoch)
+        steps_per_gather = max(1, GATHER_BYTES // (image.nbytes * samples))
+        last = min(index + steps_per_gather, order.steps_per_epoch)
         step_batches = {(epoch, step): self._step_batch(epoch, step) for step in range(index, last)}
         micro_batches = [
             micro_batch for step_batch in step_batches.values() for micro_batch in step_batch.micro_batches
@@ -162,16 +162,18 @@ class StepDataset:
         )
         return StepBatch(local_batches, sum(map(len, pieces)), nonempty, epoch, step, all_ranks_have_data)
 
-    def _micro_batch(self, epoch: int, taken: Ids, piece: int, device: int) -> MicroBatch:
-        """Return a micro-batch without its samples; `taken` are its elements of `DataOrder.numbers`."""
-        repeats, ids = np.divmod(taken, self.order.samples)
+    def _micro_batch(self, epoch: int, ids_with_repeats: Ids, piece: int, device: int) -> MicroBatch:
+        """Return a micro-batch without its samples; `DataOrder.ids_with_repeats` describes the ids."""
+        repeats, ids = np.divmod(ids_with_repeats, self.order.samples)
+        # Each repeat of a sample in an epoch is augmented in another way, see `MicroBatch.epochs`.
         return MicroBatch(ids, device, piece, epoch + (repeats << 32))
 
 
 class ChunkSampler(Sampler[range]):
     """A sampler that yields the sample ids of each chunk.
 
-    It is no list, because Lightning's `predict` wraps a sampler and gives its ids to a `BasePredictionWriter`.
+    A list of ranges would do for torch. It is a `Sampler`, because Lightning's `predict` wraps one that records the ids
+    for a `BasePredictionWriter`.
     """
 
     def __init__(self, chunks: list[Chunk]) -> None:
@@ -204,14 +206,14 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     same `batch_size` and `pieces`, because kernels may round differently for another size.
 
     The size is that of a piece. In a training run, a chunk smaller than 128 samples is enlarged to at most two pieces,
-    since small chunks waste time. Two pieces need about as much memory as one in training (peak: half of it with
-    resnet18, 1.05 of it with mnist_cnn).
+    since small chunks waste time. To evaluate two pieces takes about as much memory as to train one (the peak is 0.5 of
+    it with resnet18, 1.05 of it with mnist_cnn).
 
     Args:
         samples: samples of the evaluation set.
         layout: the run's layout.
         rank: the process's number among `layout.replicas`.
-        trains: whether `batch_size` is that of training. If not, it was chosen for an evaluation.
+        trains: whether this is a training run. If not, `batch_size` was chosen for an evaluation.
 
     Returns:
         `(start, stop)` of each chunk; empty if there are fewer chunks than processes.
@@ -223,11 +225,11 @@ def chunks_of_rank(samples: int, layout: Layout, rank: int, trains: bool = True)
     return parts[at[rank] : at[rank + 1]]
 
 
-def streams(dataset: Any) -> bool:
+def gains_from_loader_processes(dataset: Any) -> bool:
     """Check whether loader processes make a data set faster.
 
-    Its class may set `streams`. Otherwise they do if samples are made one by one and processes are forked, because
-    other processes would have to import or unpickle the data set.
+    Its class may decide by an attribute `streams`. Otherwise they do if it makes samples one by one, on Linux only:
+    processes are forked there, and need not import or unpickle the data set.
     """
     innermost = innermost_dataset(dataset)
     in_memory = hasattr(innermost, "__getitems__") or isinstance(innermost, Sequence | TensorDataset)

@@ -63,7 +63,7 @@ class Transformed:
 
     @property
     def labels(self) -> Ids:
-        """The labels of all samples; raises as `labels_of`."""
+        """The labels of all samples; raises what `labels_of` raises."""
         return labels_of(self.dataset)
 
     def fingerprint(self) -> str:

@@ -1,7 +1,7 @@
 """A process's place in a run and the engine that started it, read once from the environment variables.
 
-On one machine our own parent (launch/parent.py) starts the workers. On several machines an engine starts them. Each
-engine has its own variables for rank and world size:
+On one machine our own parent (launch/parent.py) starts the workers. On several machines an engine starts them, such as
+torchrun, SLURM or MPI. Each engine has its own variables for rank and world size:
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK, TORCHELASTIC_*          our own parent sets the same variables
     env        RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT            any launcher that follows torch's `env://`

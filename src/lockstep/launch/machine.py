@@ -66,7 +66,7 @@ def hide_gpu(index: int) -> None:
         index: the GPU's position among those that are visible now.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpu_count())))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for at, gpu in enumerate(visible.split(",")) if at != index)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for i, gpu in enumerate(visible.split(",")) if i != index)
 
 
 def computes_bf16(accelerator: str, cpuinfo: str = "/proc/cpuinfo") -> bool:
@@ -123,8 +123,9 @@ def compiler_lacking(accelerator: str) -> str | None:
         kind, key, usual = "C", "CC", ["gcc", "clang"]  # triton looks for these
     else:
         kind, key, usual = "C++", "CXX", [{"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")]
-    named = shlex.split(os.environ.get(key, ""))[:1] or usual
-    if not any(map(shutil.which, named)):
-        return f"a {kind} compiler, and the PATH has no {' or '.join(named)}: install it, or set {key} to another one"
+    compilers = shlex.split(os.environ.get(key, ""))[:1] or usual
+    if not any(map(shutil.which, compilers)):
+        lacking = f"the PATH has no {' or '.join(compilers)}"
+        return f"a {kind} compiler, and {lacking}: install it, or set {key} to another one"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return None if headers.is_file() else f"Python's headers, and there is no {headers}: install python3-dev, say"

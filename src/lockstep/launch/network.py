@@ -34,8 +34,8 @@ def resolve_address(host: str, port: int) -> str:
         return address
     addresses = sorted({candidate for _, candidate in _interfaces() if not ip_address(candidate).is_loopback})
     if len(addresses) != 1:
-        right = f"give one of {', '.join(addresses)}" if addresses else "connect this machine to a network"
-        raise UserError(f"{host}: its address {address} can't be reached from other machines: {right}")
+        remedy = f"give one of {', '.join(addresses)}" if addresses else "connect this machine to a network"
+        raise UserError(f"{host}: its address {address} can't be reached from other machines: {remedy}")
     return addresses[0]
 
 

@@ -18,14 +18,14 @@ class WorkerFailed(Exception):
         steps: completed optimizer steps, the largest count that a worker reported.
         local_rank: the worker's rank on its machine.
         victim: whether it failed only because another worker was lost, which reports the reason.
-        without: suspected ranks: one of them computed wrong values, and none may continue.
+        suspects: ranks of which one computed wrong values; none of them may continue.
         last_good_step: the last step that is known to be free of such values.
     """
 
     steps = 0
     local_rank = 0
     victim = False
-    without: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
     last_good_step = 0
 
 
@@ -39,15 +39,15 @@ class Outcome:
     text: str = ""  # the reason in one line; for a failed worker without its name, which the parent puts in front
     signum: int = 0  # the number of the signal that ended it
     steps: int = 0  # completed optimizer steps
-    without: tuple[int, ...] = ()  # as in `WorkerFailed`
+    suspects: tuple[int, ...] = ()  # as in `WorkerFailed`
     last_good_step: int = 0  # as in `WorkerFailed`
 
-    def raised(self) -> BaseException:
+    def as_exception(self) -> BaseException:
         """Return the exception that a run with this outcome raises."""
         if self.kind == "refused":
             return UserError(self.text)
         error: Any = Interrupted(self.signum) if self.kind == "interrupted" else WorkerFailed(self.text)
-        error.steps, error.without, error.last_good_step = self.steps, self.without, self.last_good_step
+        error.steps, error.suspects, error.last_good_step = self.steps, self.suspects, self.last_good_step
         return error
 
 
@@ -55,7 +55,7 @@ def outcome_of(error: Interrupted | WorkerFailed) -> Outcome:
     """Return the outcome of a worker that an exception ended."""
     if isinstance(error, Interrupted):
         return Outcome("interrupted", str(error), error.signum, error.steps)
-    return Outcome("failed", str(error), 0, error.steps, error.without, error.last_good_step)
+    return Outcome("failed", str(error), 0, error.steps, error.suspects, error.last_good_step)
 
 
 def first_line(message: str) -> str:

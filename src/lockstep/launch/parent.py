@@ -1,11 +1,13 @@
 """The parent process: it runs a function in the worker processes that a layout needs.
 
 Every run happens in workers, also on one device. The parent only composes, checks and launches. Its main thread never
-runs a parallel operation or touches CUDA, so it may fork. User code that opens data runs in a thread that ends before
-the fork (new_thread.py). A forked worker starts in a fraction of a second with everything imported. The parent has one
-thread while it forks, so rank zero, not the parent, serves the store of the process group. When one worker dies, the
-parent ends all of them. If an engine (torchrun, SLURM, MPI) has started the workers already (launch/environment.py),
-the function runs in this process.
+runs a parallel operation or touches CUDA, so it may fork. User code that opens data may start parallel operations, so
+it runs in a second thread, which ends before the fork (launch/new_thread.py). A forked worker starts in a fraction of a
+second with everything imported.
+
+Serving the store of the process group takes a thread, and the parent may have only its main thread while it forks, so
+rank zero serves the store. When one worker dies, the parent ends all of them. If an engine (torchrun, SLURM, MPI) has
+started the workers already (launch/environment.py), the function runs in this process.
 """
 
 import multiprocessing
@@ -25,7 +27,7 @@ from lockstep.launch import logs, worker
 from lockstep.launch.environment import environment, external_workers
 from lockstep.launch.outcomes import Outcome, WorkerFailed, last_frame
 from lockstep.launch.process_group import (
-    NAMING_SECONDS,
+    STORE_SECONDS,
     hanging_ranks_message,
     is_lost_rank,
     is_timeout,
@@ -41,7 +43,7 @@ from lockstep.launch.worker import WorkerResult
 
 LOST_CONNECTION = "lost the connection to another rank: see the log of that rank, or its machine, for the reason"
 GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
-# If workers end in different ways, the run has the outcome that comes first here.
+# If workers end in different ways, the run has the outcome that comes first here. `Outcome.kind` explains them.
 OUTCOME_PRIORITY = ("refused", "failed", "waited", "victim", "interrupted", "completed")
 
 
@@ -52,7 +54,7 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
         work: a function that a worker can import; its result must be picklable.
         args: positional arguments of `work`.
         layout: it has the number of workers.
-        hang_timeout: seconds after which a collective that a worker does not join ends the run.
+        hang_timeout: seconds that a collective waits for all workers to join; then the run ends.
         restarts: how many times the workers were restarted.
 
     Raises:
@@ -79,12 +81,13 @@ def launch(work: Callable[..., Any], *args: Any, layout: Layout, hang_timeout: f
             if received:  # the signal arrived before all workers were started
                 signal_children(signal.SIGTERM)
             _wait(workers)
-            first = min((w for w in workers if w.answer), key=lambda w: OUTCOME_PRIORITY.index(w.answer.outcome.kind))
-            if first.answer.outcome.kind == "completed":
-                return first.answer.result
+            answered = [each for each in workers if each.answer]
+            decisive = min(answered, key=lambda each: OUTCOME_PRIORITY.index(each.answer.outcome.kind))
+            if decisive.answer.outcome.kind == "completed":
+                return decisive.answer.result
             if received:
                 raise Interrupted(received[0])
-            raise _failure(first, workers, hang_timeout, scratch)
+            raise _failure(decisive, workers, hang_timeout, scratch)
         except (Interrupted, WorkerFailed):
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # show the cursor, which a progress bar has hidden
@@ -129,7 +132,7 @@ class _Worker:
 
     def receive_answer(self) -> None:
         """Read the worker's answer if it has sent one. Create the answer if the worker died without one."""
-        alive = self.process.is_alive()  # check this first: a dead worker's last message is then in the pipe
+        alive = self.process.is_alive()  # before poll(): if the worker is dead by now, all that it sent is in the pipe
         with suppress(EOFError):
             if self.receiver.poll():
                 self.answer = self.receiver.recv()
@@ -154,11 +157,11 @@ def _wait(workers: Sequence[_Worker], seconds: float | None = None) -> None:
             return
 
 
-def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
-    """Return the exception for a worker that did not complete."""
-    outcome, local_rank = first.answer.outcome, workers.index(first)
+def _failure(decisive: _Worker, workers: Sequence[_Worker], hang_timeout: float, scratch: str) -> BaseException:
+    """Return the exception for `decisive`, the worker whose outcome the run has; it did not complete."""
+    outcome, local_rank = decisive.answer.outcome, workers.index(decisive)
     if outcome.kind == "waited":  # another worker hangs
-        _wait(workers, NAMING_SECONDS)
+        _wait(workers, STORE_SECONDS)
         silent = [index for index, each in enumerate(workers) if each.answer is None]
         text = outcome.text
         if silent:
@@ -168,22 +171,22 @@ def _failure(first: _Worker, workers: Sequence[_Worker], hang_timeout: float, sc
         outcome = replace(outcome, kind="failed", text=text)
     elif outcome.signum == signal.SIGTERM:
         return Interrupted(signal.SIGTERM)
-    elif outcome.kind != "refused" and not outcome.without:
-        outcome = replace(outcome, text=f"{first.name} {outcome.text}")
+    elif outcome.kind != "refused" and not outcome.suspects:
+        outcome = replace(outcome, text=f"{decisive.name} {outcome.text}")
     steps = max(each.answer.outcome.steps if each.answer else 0 for each in workers)
-    error: Any = replace(outcome, steps=steps).raised()
+    error: Any = replace(outcome, steps=steps).as_exception()
     error.local_rank = local_rank
-    if first.answer.trace:
-        error.add_note(first.answer.trace)
+    if decisive.answer.trace:
+        error.add_note(decisive.answer.trace)
     return error
 
 
 def _stop_hanging_worker(process: Any, rank: int, scratch: str) -> str:
     """Kill a worker that hangs, after its stack is in its log. Return the place where it hung, or ""."""
-    for signum in (signal.SIGQUIT, signal.SIGCONT):  # SIGCONT lets a stopped worker handle SIGQUIT
+    for signum in (signal.SIGQUIT, signal.SIGCONT):  # on SIGQUIT it writes its stack; SIGCONT wakes a stopped worker
         with suppress(ProcessLookupError):
             os.kill(process.pid, signum)
-    where = last_frame(logs.read_stack(scratch, rank, NAMING_SECONDS))
+    where = last_frame(logs.read_stack(scratch, rank, STORE_SECONDS))
     process.kill()
     return where and f"it was {where}; its stack is in {logs.log_file_name(rank)}"
 

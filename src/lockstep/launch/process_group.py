@@ -1,4 +1,4 @@
-"""The default process group of a run's workers: how it starts, how lost ranks are named, and small collectives."""
+"""The default process group of a run's workers: its start, messages about lost ranks, and small collectives."""
 
 import os
 import platform
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 T = TypeVar("T")
-JOIN_TIMEOUT = timedelta(minutes=10)  # for all workers that torchrun, SLURM or MPI started to join
-NAMING_SECONDS = 3.0  # after a timeout, for the ranks to exchange who arrived
+JOIN_TIMEOUT = timedelta(minutes=10)  # until all workers that torchrun, SLURM or MPI has started have joined
+STORE_SECONDS = 3.0  # for ranks that still answer to exchange keys through the store after a failure
 _stores: "list[Store]" = []  # the default group's store; torch has no public getter
 
 
@@ -48,7 +48,7 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
     Args:
         layout: only its accelerator is used.
         listener: the socket from `open_store_socket`, the same in all workers.
-        timeout: seconds after which a collective that a rank does not join fails.
+        timeout: seconds that a collective waits for all ranks to join; then it fails.
     """
     import torch
     from torch.distributed import TCPStore
@@ -63,18 +63,20 @@ def join_group(layout: Layout, listener: socket.socket, timeout: float) -> None:
         port = listener.getsockname()[1]
         listener.close()
         store = TCPStore(LOOPBACK, port, environment().world_size, False, timeout=wait, wait_for_workers=False)
-    _use_interface(LOOPBACK, several=False)
+    _use_interface(LOOPBACK, several_machines=False)
     _init_process_group(gpu, store, wait)
 
 
 def join_external() -> None:
-    """Start the default process group in a worker that an engine has started. Do nothing if the group exists.
+    """Start the default process group in a worker of an engine (torchrun, SLURM, MPI). Do nothing if the group exists.
 
-    Lightning would start the group without gloo on GPUs, but values on the CPU are reduced too. Afterwards torchrun's
-    variables are set, whichever engine started the worker, because Lightning and other libraries read them.
+    On GPUs, Lightning would start the group with NCCL only; gloo is needed too, because values on the CPU are reduced.
+    Afterwards torchrun's variables are set, whichever engine started the worker, because Lightning and other libraries
+    read them.
 
-    torchrun's own store still holds the ranks of a group that died. A gloo group that restarts on it hangs in about
-    half of the trials. So rank zero opens a new store and publishes its port in torchrun's store.
+    torchrun's own store outlives a group, so after a restart it still has the keys that the ranks of the dead group
+    wrote. A new gloo group on this store hangs in about half of the trials. So rank zero opens a new store and
+    publishes its port in torchrun's store.
     """
     if external_workers() <= 1:
         return
@@ -91,14 +93,14 @@ def join_external() -> None:
     here, world = environment(), environment().world_size
     address, port = here.master_addr or _address_of_rank_zero(), here.master_port
     address = resolve_address(address, port)
-    _use_interface(address, several=here.num_nodes > 1)
-    agent = _connect_to_agent_store()
+    _use_interface(address, several_machines=here.num_nodes > 1)
+    agent_store = _connect_to_agent_store()
     if here.rank == 0:
-        store = _serve_store(_open_store_listener(address, 0 if agent else port), JOIN_TIMEOUT)
-        if agent:
-            agent.set("port", str(store.port))
+        store = _serve_store(_open_store_listener(address, 0 if agent_store else port), JOIN_TIMEOUT)
+        if agent_store:
+            agent_store.set("port", str(store.port))
     else:
-        port = _wait_for_store_port(agent, address) if agent else port
+        port = _wait_for_store_port(agent_store, address) if agent_store else port
         store = TCPStore(address, port, world, timeout=JOIN_TIMEOUT, wait_for_workers=False)
     store.set(f"host/{here.rank}", platform.node())
     hosts = [store.get(f"host/{rank}").decode() for rank in range(world)]
@@ -150,7 +152,7 @@ def _serve_store(listener: socket.socket, timeout: timedelta) -> "TCPStore":
 
 
 def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> None:
-    """Set torchrun's variables to this worker's place.
+    """Set the variables that torchrun would set: this worker's rank, local rank and machine, and the store's address.
 
     Args:
         hosts: the host name of each rank. They give the local ranks if the engine does not.
@@ -160,12 +162,12 @@ def _export_rank_variables(hosts: Sequence[str], address: str, port: int) -> Non
     here = environment()
     same = [rank for rank, host in enumerate(hosts) if host == platform.node()]
     counted_by_engine = here.local_world_size > 0
-    alone = here.dedicated_gpu  # it sees one GPU only, so its local rank must be 0
-    machine = here.rank if alone else list(dict.fromkeys(hosts)).index(platform.node())
+    one_gpu = here.dedicated_gpu  # the worker sees one GPU only: its local rank is 0, as on a machine of its own
+    machine = here.rank if one_gpu else list(dict.fromkeys(hosts)).index(platform.node())
     export(
         RANK=str(here.rank),
         WORLD_SIZE=str(here.world_size),
-        LOCAL_RANK=str(0 if alone else here.local_rank if counted_by_engine else same.index(here.rank)),
+        LOCAL_RANK=str(0 if one_gpu else here.local_rank if counted_by_engine else same.index(here.rank)),
         LOCAL_WORLD_SIZE=str(here.local_world_size if counted_by_engine else len(same)),
         GROUP_RANK=os.environ.get("GROUP_RANK", str(machine)),
         MASTER_ADDR=address,
@@ -184,25 +186,25 @@ def _init_process_group(gpu: bool, store: "Store", timeout: timedelta) -> None:
     _stores[:] = [store]
 
 
-def _use_interface(address: str, several: bool) -> None:
+def _use_interface(address: str, several_machines: bool) -> None:
     """Make gloo, and NCCL between machines, use the interface that leads to rank zero.
 
     Otherwise gloo uses the address of this machine's own name, which may be a loopback address.
     """
-    if device := interface_towards(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-        if several:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
+    if interface := interface_towards(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if several_machines:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": this name, not all that begin with it
 
 
-def _wait_for_store_port(agent: "Store", address: str) -> int:
+def _wait_for_store_port(agent_store: "Store", address: str) -> int:
     """Return the port of rank zero's store as soon as it accepts connections.
 
     Until rank zero publishes it, the agent's store may hold the port of an earlier group, which has ended.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
     while True:
-        port = int(agent.get("port"))
+        port = int(agent_store.get("port"))
         try:
             socket.create_connection((address, port), timeout=10).close()
             return port
@@ -213,7 +215,10 @@ def _wait_for_store_port(agent: "Store", address: str) -> int:
 
 
 def _connect_to_agent_store() -> "Store | None":
-    """Return a store inside that of the torchrun agent, which outlives a process group; None without such an agent."""
+    """Return the torchrun agent's store, in which our keys have a prefix; None without such an agent.
+
+    This store outlives a process group.
+    """
     from torch.distributed import PrefixStore, TCPStore
 
     here = environment()
@@ -252,14 +257,14 @@ def is_timeout(error: BaseException) -> bool:
 
 
 def hanging_ranks_message(timeout: float) -> str:
-    """Return a line that names the ranks that did not arrive at a collective. Call it after a timeout.
+    """Return a line that names the ranks that did not join a collective. Call it after a timeout.
 
-    Each rank that arrived writes a key into the group's store; ranks without a key did not arrive.
+    Each rank that waited in it writes a key into the group's store; ranks without a key did not join.
     """
     missing: list[set[int]] = []
     search = threading.Thread(target=lambda: missing.append(_find_missing_ranks()), daemon=True)
     search.start()
-    search.join(2 * NAMING_SECONDS)
+    search.join(2 * STORE_SECONDS)
     # If the search does not end, the store does not answer: rank zero, which serves it, is the missing rank.
     return missing_ranks_message(sorted(missing[0] if missing else {0}), timeout)
 
@@ -267,21 +272,21 @@ def hanging_ranks_message(timeout: float) -> str:
 def missing_ranks_message(ranks: Sequence[int], timeout: float, where: str = "") -> str:
     """Return a line that names the ranks that hang; `where` is the place where they hang, if it is known."""
     who = f"rank{'s' * (len(ranks) > 1)} {join_names(ranks, 8)}" if ranks else "a rank"
-    cause = where or "it hangs or is stopped, or a link is cut"
-    return f"{who} did not arrive within {timeout:g} s (hang_timeout): {cause}"
+    cause = where or "it hangs or is stopped, or its network connection is cut"
+    return f"{who} did not join the other ranks within {timeout:g} s (hang_timeout): {cause}"
 
 
 def _find_missing_ranks() -> set[int]:
-    """Return the ranks that write no key into the group's store within NAMING_SECONDS."""
+    """Return the ranks that write no key into the group's store within STORE_SECONDS."""
     import torch.distributed as dist
 
     missing = set(range(dist.get_world_size()))
     if not _stores:  # another program started the group, and its store is not accessible
         return set()
-    store, until = _stores[0], time.monotonic() + NAMING_SECONDS
+    store, until = _stores[0], time.monotonic() + STORE_SECONDS
     missing.discard(dist.get_rank())
     try:
-        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
         store.set(f"arrived/{dist.get_rank()}", "")
         while missing and time.monotonic() < until:
             missing -= {rank for rank in missing if store.check([f"arrived/{rank}"])}
@@ -292,7 +297,7 @@ def _find_missing_ranks() -> set[int]:
 
 
 def rank_zero_prints(line: str) -> bool:
-    """Check whether rank zero ends with the same last line, so that this rank need not print it.
+    """Compare this rank's error line with rank zero's. Return True if it is the same, so only rank zero prints it.
 
     So an error of all ranks is printed once, and an error of one rank is printed by that rank.
     """
@@ -303,7 +308,7 @@ def rank_zero_prints(line: str) -> bool:
     store, this_rank, line = _stores[0], environment().rank, line.partition("\n")[0]
     others = [f"line/{rank}" for rank in range(1, environment().world_size)]
     try:
-        store.set_timeout(timedelta(seconds=NAMING_SECONDS))
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
         if this_rank:
             same = store.get("line/0").decode() == line
             store.set(f"line/{this_rank}", "read")

@@ -15,7 +15,7 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, gather_objec
 
 
 def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
-    """Call `make` on rank zero and return its result on all ranks. Without an engine, call it in this process.
+    """Call `make` on rank zero and return its result on all ranks. Without external workers, call it in this process.
 
     torchrun restarts workers and may give rank zero to a machine that joined later. So each machine stores the decided
     values in a file for as long as its torchrun agent runs, and a value stored on any machine is used by all.
@@ -29,9 +29,9 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     """
     if not external_workers():
         return make()
-    memory = _memory()
-    remembered = memory and json.loads(memory.read_text() if memory.exists() else "{}")
-    decided = next((each for each in gather_objects((remembered or {}).get(what)) if each is not None), None)
+    file = _decisions_file()
+    stored = file and json.loads(file.read_text() if file.exists() else "{}")
+    decided = next((each for each in gather_objects((stored or {}).get(what)) if each is not None), None)
     answer = ("", decided)
     if decided is None and environment().rank == 0:
         try:
@@ -41,20 +41,20 @@ def decide_on_rank_zero(what: str, make: Callable[[], Any]) -> Any:
     refused, value = broadcast_from_rank_zero(answer)
     if refused:
         raise UserError(refused)
-    if memory and environment().local_rank == 0:
+    if file and environment().local_rank == 0:
         with suppress(OSError):  # without the file, a restart calls `make` again
-            memory.write_text(json.dumps({**(remembered or {}), what: value}))
+            file.write_text(json.dumps({**(stored or {}), what: value}))
     return value
 
 
-def forget_decisions() -> None:
+def remove_decisions() -> None:
     """Remove this machine's file of decided values. Call it when the run is completed."""
-    if (memory := _memory()) and environment().local_rank == 0:
-        memory.unlink(missing_ok=True)
+    if (file := _decisions_file()) and environment().local_rank == 0:
+        file.unlink(missing_ok=True)
 
 
-def _memory() -> Path | None:
-    """Return the file that holds the decided values of this torchrun agent; None under another engine.
+def _decisions_file() -> Path | None:
+    """Return the file with the decided values of this torchrun agent; None if torchrun did not start this process.
 
     The file name contains the agent's process id and start time, so a later agent never reads it. Remove the files of
     agents that have exited.

@@ -14,7 +14,7 @@ from lockstep.launch.environment import SCRATCH, export
 
 PREFIX = "lockstep_"
 # A socket's path has at most 107 bytes, and data loaders put sockets into subfolders.
-LONGEST = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
+MAX_PATH_BYTES = 107 - len("/lockstep_12345678/pymp-12345678/listener-12345678")
 
 
 @contextmanager
@@ -27,11 +27,11 @@ def scratch_folder() -> Iterator[str]:
     This process and its forks hold a lock on the folder. A folder without a lock was left by processes that were
     killed. The next run on the machine removes it: at its start, or at its end if the processes still existed then.
     """
-    place = tempfile.gettempdir()
-    if len(os.fsencode(place)) > LONGEST:
-        place = "/tmp"
-    _remove_left(place)
-    folder = tempfile.mkdtemp(prefix=PREFIX, dir=place)
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MAX_PATH_BYTES:
+        parent = "/tmp"
+    _remove_abandoned(parent)
+    folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
     with open(Path(folder, "lock"), "wb") as lock_file:
         _lock(lock_file)
         export(**{SCRATCH: folder})  # for the workers
@@ -40,12 +40,12 @@ def scratch_folder() -> Iterator[str]:
         finally:
             export(**{SCRATCH: ""})
             shutil.rmtree(folder, ignore_errors=True)
-            _remove_left(place)
+            _remove_abandoned(parent)
 
 
-def _remove_left(place: str) -> None:
-    """Remove the folders in `place` that killed processes left behind."""
-    for lock in Path(place).glob(f"{PREFIX}*/lock"):
+def _remove_abandoned(parent: str) -> None:
+    """Remove the folders in `parent` that killed processes left behind."""
+    for lock in Path(parent).glob(f"{PREFIX}*/lock"):
         with suppress(OSError), open(lock, "rb") as file:  # it may be removed by now, or belong to another user
             young = time.time() - os.fstat(file.fileno()).st_mtime < 1  # its owner may not have locked it yet
             if not young and _lock(file):

@@ -1,6 +1,6 @@
 """Signals: the parent forwards them, and a worker records them until its optimizer step is done.
 
-No process outlives its parent.
+`set_parent_death_signal` and `end_children` make sure that no process outlives its parent.
 """
 
 import ctypes
@@ -43,9 +43,9 @@ class Interrupted(BaseException):
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal or the ssh connection was closed
 USER = (signal.SIGUSR1, signal.SIGUSR2)
-PASSED_ON = (*ENDING, *USER)
+HANDLED = (*ENDING, *USER)  # blocked while processes are started, see `block_signals`
 pending_signals: list[int] = []  # the signals that this worker has received
-_earlier_handlers: dict[int, Any] = {}  # handlers of an outer program that the run has replaced
+_earlier_handlers: dict[int, Any] = {}  # the handlers that ours have replaced: of a program that called us, as submitit
 
 
 def record_signal(signum: int, frame: FrameType | None) -> None:
@@ -81,7 +81,8 @@ def ending_signals() -> tuple[int, ...]:
     """Return the signals on which a run saves a checkpoint and ends.
 
     Under SLURM, SIGUSR1 and SIGUSR2 are included, because they announce the end of the job's time. Elsewhere SIGUSR2 is
-    included if an outer program has a handler for it, as submitit does. On SIGUSR1 a run then saves and continues.
+    included if an outer program has a handler for it, as submitit does. Where SIGUSR1 is not included, a run saves a
+    checkpoint on it and continues.
     """
     if environment().slurm_job:
         return (*ENDING, *USER)
@@ -91,8 +92,8 @@ def ending_signals() -> tuple[int, ...]:
 def call_earlier_handler(signum: int) -> None:
     """Call the outer program's handler for the signal that ended the run. Call it after the checkpoint is saved."""
     handler = _earlier_handlers.get(signum)
-    is_ours = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
-    if callable(handler) and not is_ours:
+    is_inner = handler is signal.default_int_handler or getattr(handler, "__module__", "").startswith("lockstep.")
+    if callable(handler) and not is_inner:  # it is neither Python's own nor Lockstep's
         handler(signum, None)
 
 
@@ -122,12 +123,12 @@ def forward_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Block signals inside the `with` block, for processes that are started in it.
+    """Block signals inside the `with` block, so that a process started in it begins with signals blocked.
 
     A started process installs its handlers and calls `unblock_signals`. Without the block, a signal that
     arrives before a fork's first Python line would be lost. Another thread of this process may still receive signals.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
         yield
     finally:
@@ -136,7 +137,7 @@ def block_signals() -> Iterator[None]:
 
 def unblock_signals() -> None:
     """Unblock the signals that `block_signals` has blocked."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 def print_ending() -> None:

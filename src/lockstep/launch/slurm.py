@@ -24,8 +24,8 @@ def folder_of_job(runs: Path, overrides: Iterable[object]) -> Path | None:
     job = environment().slurm_job
     if job is None:
         return None
-    of_command = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
-    job_folder = runs / f"slurm_{job}_{of_command}"
+    command_hash = hashlib.sha256("\n".join(map(str, overrides)).encode()).hexdigest()[:6]
+    job_folder = runs / f"slurm_{job}_{command_hash}"
     return job_folder if restarted() or not job_folder.exists() else None
 
 

@@ -28,7 +28,7 @@ class WorkerPlace:
 
     rank: int
     layout: Layout
-    hang_timeout: float  # seconds after which a collective that a rank does not join fails
+    hang_timeout: float  # seconds that a collective waits for all ranks to join; then it fails
     restarts: int  # how many times the workers were restarted
     parent: int  # process id of the parent
     listener: socket.socket  # the listening socket of rank zero's store
@@ -70,7 +70,7 @@ def run_worker(work: Callable[..., Any], args: tuple[Any, ...], place: WorkerPla
     answer = WorkerResult(Outcome("completed"))
     try:
         with logs.stack_on_demand(place.rank):
-            if place.layout.has_group:
+            if place.layout.has_process_group:
                 join_group(place.layout, place.listener, place.hang_timeout)
             try:
                 with logs.log_failure():

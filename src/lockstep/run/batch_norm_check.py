@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.run.optimizers import smallest_piece
 from lockstep.text import plural
 
-OF_TORCH = "Expected more than 1 value per channel"  # in torch's error message
+SINGLE_VALUE_TEXT = "Expected more than 1 value per channel"  # in torch's error message
 
 
 def check_batch_norms(config: Config, splits: Splits, module: pl.LightningModule) -> None:

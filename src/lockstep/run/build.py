@@ -30,7 +30,7 @@ from lockstep.step.loop import StepTrainer
 from lockstep.step.passes import overrides_method
 
 # Hooks of a LightningModule that have no meaning where steps are made of pieces.
-REFUSED = {
+REFUSED_HOOKS = {
     **dict.fromkeys(
         ("on_before_batch_transfer", "transfer_batch_to_device"),
         "would get a whole step: use on_after_batch_transfer, which gets a piece",
@@ -47,9 +47,9 @@ def make_module(config: Config, splits: Splits) -> pl.LightningModule:
 
     A run that loads a checkpoint does not load pretrained weights first, from a file or the network.
     """
-    brought = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
-    skips_pretrained = (config.checkpoint or config.resume) and brought
-    options = {**config.model, **brought} if skips_pretrained else config.model
+    without_pretrained = {key: off for key, off in PRETRAINED.items() if config.model.get(key)}
+    skips_pretrained = (config.checkpoint or config.resume) and without_pretrained
+    options = {**config.model, **without_pretrained} if skips_pretrained else config.model
     module = _module(config, splits, options)
     if skips_pretrained and not module.strict_loading:  # its checkpoints may lack some of the weights
         module = _module(config, splits, config.model)
@@ -70,7 +70,7 @@ def _module(config: Config, splits: Splits, options: dict[str, Any]) -> pl.Light
             f"{named} is not a LightningModule: "
             "pass the network as the net of model._target_=project.models.ImageClassifier (docs/use/own-model.md)"
         )
-    for hook, why in REFUSED.items():
+    for hook, why in REFUSED_HOOKS.items():
         if overrides_method(module, hook, pl.LightningModule):
             raise UserError(f"{named}: its {hook} {why}")
     if not module.automatic_optimization:
@@ -113,8 +113,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
     }
     named = {f"callbacks.{name}": options for name, options in config.callbacks.items() if options}
     made = {key: instantiate(key, options, **offers) for key, options in named.items()}
-    brought = module.configure_callbacks()
-    module_callbacks = brought if isinstance(brought, Sequence) else [brought]
+    returned = module.configure_callbacks()
+    module_callbacks = returned if isinstance(returned, Sequence) else [returned]
     for name, callback in [
         *made.items(),
         *((f"model._target_={config.model['_target_']}", each) for each in module_callbacks),
@@ -131,8 +131,8 @@ def make_callbacks(config: Config, splits: Splits, folder: Path, module: pl.Ligh
             kind = type(callback).__name__
             raise UserError(f"{name}: {kind} needs the whole network on each device: use strategy=ddp")
         if isinstance(callback, WeightAveraging) and config.precision.endswith("16-true"):
-            few = f"precision={config.precision}"
-            raise UserError(f"{name}: {few} has too few digits for an average to move: use precision=bf16-mixed")
+            precision = f"precision={config.precision}"
+            raise UserError(f"{name}: {precision} has too few digits for an average to move: use precision=bf16-mixed")
     followers = made | {f"configure_callbacks: {type(each).__name__}": each for each in module_callbacks}
     used = config.scheduler.get("monitor") and "scheduler" in parameters(type(module))
     scheduler = "scheduler.monitor" if used else "configure_optimizers: the monitor of its lr_scheduler"
@@ -175,7 +175,7 @@ def make_trainer(
         first += extra.callbacks(parts)
         observers += extra.checkpoint_observers(parts)
     callbacks = [*first, *callbacks]
-    alone = environment().dedicated_gpu and layout.accelerator == "gpu"  # to Lightning, each worker is then a node
+    one_gpu = environment().dedicated_gpu and layout.accelerator == "gpu"  # to Lightning, each worker is then a node
     debug = dict(config.debug.trainer)
     if isinstance(debug.get("profiler"), dict):
         debug["profiler"] = instantiate("debug.trainer.profiler", debug["profiler"], dirpath=folder / "profile")
@@ -185,8 +185,8 @@ def make_trainer(
         hooks,
         config.seed,
         accelerator=layout.accelerator,
-        devices=1 if alone or layout.world_size == 1 else layout.devices,
-        num_nodes=layout.world_size if alone else layout.num_nodes,
+        devices=1 if one_gpu or layout.world_size == 1 else layout.devices,
+        num_nodes=layout.world_size if one_gpu else layout.num_nodes,
         precision=cast(Any, config.precision),
         max_epochs=config.length[0],
         max_steps=config.max_steps or -1,

@@ -35,7 +35,7 @@ from lockstep.launch.environment import PARENT, STARTED, environment, export, ex
 from lockstep.launch.outcomes import user_code_location
 from lockstep.launch.process_group import join_external, rank_zero_prints
 from lockstep.launch.process_lifetime import disable_garbage_collector, exit_process
-from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, forget_decisions, ranks_with_folder
+from lockstep.launch.rank_zero_decisions import decide_on_rank_zero, ranks_with_folder, remove_decisions
 from lockstep.launch.signals import ENDING, Interrupted, set_parent_death_signal
 from lockstep.run import lock
 from lockstep.run.summary import summary_of, write_conclusion
@@ -43,9 +43,10 @@ from lockstep.text import shell_override
 
 Job = Callable[[dict[str, Any], Path], Any]
 BAD_INPUT = (UserError, HydraException, OmegaConfBaseException, yaml.MarkedYAMLError, OSError)
-REFUSED, FAILED = 2, 1
-BEGUN = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
-BEGUN |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
+REFUSED, FAILED = 2, 1  # exit codes
+# what Lockstep writes into a run's folder before its first checkpoint
+RUN_FILES = {".hydra", "multirun.yaml", "train.log", "provenance.json", "git.diff", "summary.json"}
+RUN_FILES |= {"tensorboard", "csv", "wandb", "loggers.json", lock.NAME}
 
 
 class SweepFailed(Exception):
@@ -69,7 +70,7 @@ def command(job: Job, config_name: str, pages: Path = arguments.CONF) -> NoRetur
     disable_garbage_collector()
     code, last_line = run_command(job, config_name, pages)
     if code == 0:
-        forget_decisions()
+        remove_decisions()
     for number in ENDING:  # nothing may interrupt the exit
         signal.signal(number, signal.SIG_IGN)
     if last_line and not rank_zero_prints(last_line):
@@ -96,12 +97,12 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
             return  # an earlier start of the sweep completed this job
         if sweeping:
             export(**{STARTED: str(time.time())})
-        keeps = environment().rank in ranks_with_folder(folder)
+        writes = environment().rank in ranks_with_folder(folder)
         try:
-            with lock.lock_folder(folder, keeps):
+            with lock.lock_folder(folder, writes):
                 raw: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-                if keeps and not (folder / ".hydra").exists():  # otherwise train rewrites it after its checks
-                    resume.write_record(folder, resume.record_of(raw))
+                if writes and not (folder / ".hydra").exists():  # otherwise train rewrites it after its checks
+                    resume.write_hydra_files(folder, resume.hydra_files_of(raw))
                 job(raw, folder)
             if sweeping and environment().rank == 0 and summary_of(folder).get("status") != "completed":
                 write_conclusion(folder, "completed")  # the program wrote no summary
@@ -120,9 +121,9 @@ def run_command(job: Job, config_name: str, pages: Path = arguments.CONF) -> tup
         except Exception as error:
             if not sweeping:
                 raised.append(error)
-                if isinstance(error, BAD_INPUT) and keeps:
+                if isinstance(error, BAD_INPUT) and writes:
                     remove_refused_folder(folder)
-                elif saved(folder) and keeps and environment().rank == 0:
+                elif saved(folder) and writes and environment().rank == 0:
                     error.add_note(f"to continue from its last checkpoint: {shell_override('resume', folder)}")
             elif external_workers() > 1 and not ends_all_ranks(error):  # other ranks would wait for this one
                 sys.exit(f"error: {error_line(error)}")
@@ -218,7 +219,7 @@ def remove_refused_folder(folder: Path) -> None:
     The folder stays if the run has made a step, or if it holds a checkpoint or a file that Lockstep does not write.
     """
     ours = folder.is_dir() and all(
-        path.name in BEGUN or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
+        path.name in RUN_FILES or re.fullmatch(r"rank_\d+\.log", path.name) for path in folder.iterdir()
     )
     if ours and not summary_of(folder).get("steps"):
         shutil.rmtree(folder, ignore_errors=True)

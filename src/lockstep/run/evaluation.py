@@ -28,11 +28,11 @@ from lockstep.run.build import make_callbacks, make_data, make_module, make_trai
 from lockstep.run.summary import RunRecord
 from lockstep.run.worker_setup import set_up_worker
 
-DECIDED = ("model", "seed", "optimizer", "scheduler", "lr")  # keys whose values the checkpoint fixes
+FIXED_KEYS = ("model", "seed", "optimizer", "scheduler", "lr")  # keys whose values the checkpoint fixes
 SPLITS = ("train", "val", "test")
-NAMED = 5  # most classes or files that a message names
-CARRIED = ("model", "data", "optimizer", "scheduler")  # config groups that come from the checkpoint
-VALUES = ("seed", "lr", "data_dir")  # single keys that come from the checkpoint
+MAX_NAMES = 5  # most classes or files that a message names
+SAVED_GROUPS = ("model", "data", "optimizer", "scheduler")  # config groups that come from the checkpoint
+SAVED_KEYS = ("seed", "lr", "data_dir")  # single keys that come from the checkpoint
 
 LOG = logging.getLogger("lockstep")
 check_group, check_spec = checker(OptionalGroup), checker(SpecRecord)
@@ -109,24 +109,24 @@ def config_of(path: Path, record: Mapping[str, Any], raw: Mapping[str, Any]) -> 
         UserError: A value in `raw` is bad, or `raw` has a key that the record fixes; or the record names a target that
             the user's config does not name, see `check_targets_named`.
     """
-    for key in DECIDED:
+    for key in FIXED_KEYS:
         # `model._target_` alone names the class that the checkpoint needs, see `check_targets_named`.
         if key in raw and (key != "model" or list(raw["model"]) != ["_target_"]):
             raise UserError(f"{key} comes from the checkpoint, with all weights: leave it out")
     trained = record["config"] if isinstance(record["config"], Mapping) else {}
-    if missing := sorted({*CARRIED, *VALUES} - trained.keys()):
+    if missing := sorted({*SAVED_GROUPS, *SAVED_KEYS} - trained.keys()):
         raise CheckpointError(f"{path}: its config lacks {', '.join(missing)}: use a checkpoint of this version")
     raw = {key: value for key, value in raw.items() if key != "split"}  # `split` chooses images, not the model
-    merged = {key: trained[key] for key in VALUES}
+    merged = {key: trained[key] for key in SAVED_KEYS}
     if raw.get("data_dir") is not None:
         merged["data_dir"] = raw["data_dir"]
-    for group in CARRIED:
-        carried, requested = (check_group(group, source.get(group)) for source in (trained, raw))
+    for group in SAVED_GROUPS:
+        saved, requested = (check_group(group, source.get(group)) for source in (trained, raw))
         if group == "data":
-            carried, requested = for_evaluation(carried), for_evaluation(requested)
-        if requested.get("_target_") in (None, carried.get("_target_")):  # another target has other options
-            check_targets_named(path, group, carried, requested)
-            requested = {**carried, **requested}
+            saved, requested = for_evaluation(saved), for_evaluation(requested)
+        if requested.get("_target_") in (None, saved.get("_target_")):  # another target has other options
+            check_targets_named(path, group, saved, requested)
+            requested = {**saved, **requested}
         merged[group] = requested
     return check({**raw, **merged, "checkpoint": str(path)}, trains=False)
 
@@ -168,11 +168,11 @@ def check_same_images(path: Path, record: Mapping[str, Any], spec: Spec) -> None
         raise UserError(f"data: images have channels={spec.channels}, but {path} was trained on {before.channels}")
     if list(before.classes) != list(spec.classes):
         only = {"the data set": set(spec.classes) - set(before.classes), path: set(before.classes) - set(spec.classes)}
-        odd = [f"only {one} has {some(sorted(classes))}" for one, classes in only.items() if classes]
+        odd = [f"only {one} has {first_names(sorted(classes))}" for one, classes in only.items() if classes]
         raise UserError(f"data: other classes than in training: {', '.join(odd) or 'their order differs'}")
 
 
-def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
+def choose_test_images(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapping[str, Any]) -> Splits:
     """Return the splits with the images to be tested in place of the test set, and a line about them in `about`.
 
     If `raw` names other images than those of the training, and the opener itself has cut them into splits, these
@@ -201,10 +201,10 @@ def with_tested(splits: Splits, split: Any, raw: Mapping[str, Any], record: Mapp
     return replace(splits, test=tested, about=f"tested: {which}")
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are, as text."""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def evaluate(config: Config, splits: Splits, folder: Path) -> dict[str, Any]:
     run = RunRecord(config, splits, folder, trainer, started)
     with weights_must_fit(config):
         trainer.test(module, datamodule=data, ckpt_path=config.checkpoint, verbose=False)
-    run.fitted()
-    run.tested()
+    run.record_fit()
+    run.record_test()
     if rank == 0 and splits.about:
         LOG.info("%s", splits.about)
     return run.finish("completed", None)

@@ -26,7 +26,7 @@ from lockstep.launch.process_group import broadcast_from_rank_zero
 
 NAME = ".lock"
 WAIT_SECONDS = 2.0  # time for another run to end
-RESTART_WAIT_SECONDS = 120.0  # after a restart by an engine; NFS waits 90 s for a dead client
+RESTART_WAIT_SECONDS = 120.0  # after a restart by torchrun or SLURM; NFS waits 90 s for a dead client
 
 _locked: set[str] = set()  # folders that this process has locked
 os.register_at_fork(after_in_child=_locked.clear)

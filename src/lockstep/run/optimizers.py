@@ -20,11 +20,11 @@ from lockstep.run.run_length import run_length
 from lockstep.text import plural
 
 # A key of train.yaml -> the constructor arguments of a module that it reaches. It has no effect without them.
-OFFERED = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
+CONSTRUCTOR_ARGUMENTS = dict.fromkeys(("lr", "lr_scaling", "reference_batch_size"), ("lr", "optimizer")) | {
     "optimizer": ("optimizer",),
     "scheduler": ("scheduler",),
 }
-ONE = (
+ONE_OPTIMIZER = (
     "return one, with a parameter group for each part that is trained differently; freeze parameters with "
     "requires_grad_(False)"
 )
@@ -48,7 +48,7 @@ class Factory:
     Args:
         key: the config group, for error messages.
         make: the optimizer's or schedule's class with its options.
-        beside: the keys of the `lr_scheduler` dict beside `scheduler`; None: this makes an optimizer.
+        lightning_keys: the other keys of the `lr_scheduler` dict; None: this makes an optimizer.
         groups: divides the optimizer's parameter groups.
 
     Attributes:
@@ -61,18 +61,22 @@ class Factory:
         self,
         key: str,
         make: partial[Any],
-        beside: Mapping[str, Any] | None = None,
+        lightning_keys: Mapping[str, Any] | None = None,
         groups: ParameterGroups | None = None,
     ) -> None:
-        self.key, self.make, self.beside, self.groups = key, make, beside, groups
+        self.key, self.make, self.lightning_keys, self.groups = key, make, lightning_keys, groups
         self.called = False
         self.named: Callable[[], Iterable[tuple[str, nn.Parameter]]] = lambda: ()
         options = {name: value if is_plain(value) else type(value).__name__ for name, value in make.keywords.items()}
-        self.settings = {"_target_": f"{make.func.__module__}.{make.func.__name__}", **options, **(beside or {})}
+        self.settings = {
+            "_target_": f"{make.func.__module__}.{make.func.__name__}",
+            **options,
+            **(lightning_keys or {}),
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.called = True
-        if self.beside is None:
+        if self.lightning_keys is None:
             made = call(self.key, partial(self.make, **kwargs), *args)
             if self.groups:
                 made.param_groups = self.groups.divide(made.param_groups, self.named())
@@ -80,7 +84,7 @@ class Factory:
         if self.groups:
             optimizer = kwargs.get("optimizer", *args[:1])
             kwargs = self.groups.schedule(self.make.keywords, getattr(optimizer, "param_groups", [])) | kwargs
-        return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.beside}
+        return {"scheduler": call(self.key, partial(self.make, **kwargs), *args), **self.lightning_keys}
 
 
 def steps_per_epoch(config: Config, samples: int) -> int:
@@ -112,7 +116,7 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
         UserError: The optimizer or the schedule can't be made with these options.
     """
     numbers: dict[str, Any] = {
-        "lr": config.step_lr,
+        "lr": config.peak_lr,
         "total_steps": total_steps(config, samples),
         "steps_per_epoch": steps_per_epoch(config, samples),
     }
@@ -129,31 +133,31 @@ def optimization(config: Config, samples: int) -> dict[str, Any]:
     trial = call("optimizer", optimizer.make, [nn.Parameter(torch.zeros(1))])  # refuse bad values early
     scheduler = None
     if config.scheduler:
-        beside = {name: value for name, value in config.scheduler.items() if name in Scheduler.__annotations__}
-        options = {name: value for name, value in config.scheduler.items() if name not in beside}
+        lightning_keys = {name: each for name, each in config.scheduler.items() if name in Scheduler.__annotations__}
+        options = {name: value for name, value in config.scheduler.items() if name not in lightning_keys}
         make = instantiate("scheduler", {**options, "_partial_": True}, **numbers)
-        scheduler = Factory("scheduler", make, beside, groups)
+        scheduler = Factory("scheduler", make, lightning_keys, groups)
         if isinstance(call("scheduler", scheduler.make, trial), ReduceLROnPlateau):
-            _check_options_known(beside, config.val_every, numbers["steps_per_epoch"])
+            _check_plateau_metric(lightning_keys, config.val_every, numbers["steps_per_epoch"])
     return {**numbers, "optimizer": optimizer, "scheduler": scheduler}
 
 
-def _check_options_known(beside: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
+def _check_plateau_metric(lightning_keys: Mapping[str, Any], val_every: int | None, epoch: int) -> None:
     """Check that ReduceLROnPlateau has a metric, and that the metric exists whenever the schedule reads it.
 
     Args:
-        beside: the keys of Lightning's `lr_scheduler` dict.
+        lightning_keys: the keys of Lightning's `lr_scheduler` dict.
         epoch: optimizer steps of an epoch.
 
     Raises:
         UserError: There is no metric, or validation is rarer than the schedule.
     """
-    monitor, interval = str(beside.get("monitor", "")), beside.get("interval", "epoch")
+    monitor, interval = str(lightning_keys.get("monitor", "")), lightning_keys.get("interval", "epoch")
     if not monitor:
         raise UserError("scheduler: ReduceLROnPlateau needs a metric: give +scheduler.monitor=val/loss, for example")
     if monitor.startswith("train/") and interval == "step":
         raise UserError(f"scheduler.monitor={monitor} is known at an epoch's end only: use scheduler.interval=epoch")
-    follows, known = beside.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
+    follows, known = lightning_keys.get("frequency", 1) * (epoch if interval == "epoch" else 1), val_every or epoch
     if monitor.startswith("val") and follows < known:
         every = plural(follows, "step")
         raise UserError(
@@ -179,15 +183,17 @@ def refuse_unused(config: Config) -> None:
     takes = parameters(locate("model._target_", target))
     for key in config.overridden:
         group = key.partition(".")[0]
-        if group not in OFFERED or takes.difference(config.model).intersection(OFFERED[group]):
+        if group not in CONSTRUCTOR_ARGUMENTS or takes.difference(config.model).intersection(
+            CONSTRUCTOR_ARGUMENTS[group]
+        ):
             continue
-        if model_arguments := [name for name in OFFERED[group] if name in takes]:
+        if model_arguments := [name for name in CONSTRUCTOR_ARGUMENTS[group] if name in takes]:
             raise UserError(
                 f"{key} has no effect, since the model has its own {model_arguments[0]}: use model.{model_arguments[0]}"
             )
         raise UserError(
-            f"{key} has no effect, since {target} takes no {OFFERED[group][0]}: leave it out, or give "
-            f"its constructor a parameter {OFFERED[group][0]}"
+            f"{key} has no effect, since {target} takes no {CONSTRUCTOR_ARGUMENTS[group][0]}: leave it out, or give "
+            f"its constructor a parameter {CONSTRUCTOR_ARGUMENTS[group][0]}"
         )
 
 
@@ -200,7 +206,7 @@ class OptimizerCheck(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not any(optimizer.param_groups for optimizer in trainer.optimizers):
-            raise UserError(f"configure_optimizers returned no optimizer: {ONE}")
+            raise UserError(f"configure_optimizers returned no optimizer: {ONE_OPTIMIZER}")
         ignored = {made.key for made in vars(pl_module).values() if isinstance(made, Factory) and not made.called}
         for key in self.overridden:
             if key.partition(".")[0] in ignored:
@@ -211,4 +217,4 @@ class OptimizerCheck(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if "multiple optimizers" in str(exception):  # Lightning's own message advises manual optimization
-            raise UserError(f"configure_optimizers returned several optimizers: {ONE}") from exception
+            raise UserError(f"configure_optimizers returned several optimizers: {ONE_OPTIMIZER}") from exception

@@ -17,7 +17,7 @@ from lockstep.config.check import Config
 from lockstep.data import Spec, Splits
 from lockstep.errors import UserError
 from lockstep.run.build import make_data, make_module, make_trainer
-from lockstep.run.evaluation import config_of, find_checkpoint_and_record, some, spec_of, weights_must_fit
+from lockstep.run.evaluation import config_of, find_checkpoint_and_record, first_names, spec_of, weights_must_fit
 from lockstep.run.prediction_table import first_rows, write_predictions
 from lockstep.run.summary import summarise, write_summary
 from lockstep.run.worker_setup import set_up_worker
@@ -95,14 +95,14 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
     module = load_module(config, splits)
     if not overrides_method(module, "predict_step", pl.LightningModule):
         module.predict_step = lambda batch, batch_idx: module(batch[0])  # type: ignore[method-assign, misc]
-    data, answers = make_data(config, splits, rank), PredictionCollector()
-    trainer = make_trainer(config, folder, [answers])
+    data, collector = make_data(config, splits, rank), PredictionCollector()
+    trainer = make_trainer(config, folder, [collector])
     began = time.perf_counter()
     trainer.predict(module, datamodule=data, return_predictions=False)
-    parts: list[Any] = [answers.predictions]
+    parts: list[Any] = [collector.predictions]
     if trainer.world_size > 1:
         parts = [None] * trainer.world_size
-        dist.all_gather_object(parts, answers.predictions)
+        dist.all_gather_object(parts, collector.predictions)
     speed = len(splits.test) / (time.perf_counter() - began)
     ids, rows = (torch.cat(each) for each in zip(*itertools.chain(*parts), strict=True))
     summary = summarise(config, folder, "completed", None)
@@ -114,5 +114,5 @@ def predict(config: Config, splits: Splits, folder: Path, top_k: int | None = No
         print(first_rows(folder / "predictions.csv"), flush=True)
         LOG.info("%d images, %.0f images/s: %s", len(splits.test), speed, folder / "predictions.csv")
         if broken:
-            LOG.warning("images that can't be decoded have empty rows: %s", some(broken))
+            LOG.warning("images that can't be decoded have empty rows: %s", first_names(broken))
     return summary

@@ -38,30 +38,30 @@ def write_predictions(
         UserError: `top_k` is given, but the rows are no probabilities of the classes.
     """
     known, count = rows[ids >= 0], rows.shape[1]
-    sure = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
-    if top_k and not sure:
+    probabilities = count == len(classes) and bool((known >= 0).all() and ((known.sum(1) - 1).abs() < 1e-4).all())
+    if top_k and not probabilities:
         raise UserError(f"top_k={top_k}: the model's predict_step does not return class probabilities: leave it out")
     shown = [_inert(name, "'") for name in classes]
     columns = shown if count == len(classes) else [f"value_{number}" for number in range(count)]
-    if sure:
-        best, at = known.topk(top_k or 1)
+    if probabilities:
+        best, labels = known.topk(top_k or 1)
         further = [f"{name}_{place}" for place in range(2, best.shape[1] + 1) for name in ("predicted", "probability")]
         columns = ["predicted", "probability", *further, *([] if top_k else columns)]
-    place = dict(zip(ids[ids >= 0].tolist(), range(len(known)), strict=True))
+    row_of = dict(zip(ids[ids >= 0].tolist(), range(len(known)), strict=True))
     broken = []
     with replacing(path) as binary:
         text = io.TextIOWrapper(binary, encoding="utf-8", errors="surrogateescape", newline="", write_through=True)
         table = csv.writer(text)
         table.writerow(["file", *columns])
         for index, name in enumerate(map(str, names)):
-            row = place.get(index)
+            row = row_of.get(index)
             if row is None:
                 broken.append(name)
                 cells = [""] * len(columns)
             else:
-                cells = [] if sure and top_k else [f"{value:.6f}" for value in known[row].tolist()]
-                if sure:
-                    likely = zip(at[row].tolist(), best[row].tolist(), strict=True)
+                cells = [] if probabilities and top_k else [f"{value:.6f}" for value in known[row].tolist()]
+                if probabilities:
+                    likely = zip(labels[row].tolist(), best[row].tolist(), strict=True)
                     cells = [cell for label, value in likely for cell in (shown[label], f"{value:.6f}")] + cells
             table.writerow([_inert(name, "./"), *cells])
         text.detach()

@@ -66,7 +66,7 @@ def _git(folder: Path, *command: str) -> bytes:
     return done.stdout
 
 
-def record(config: Config, fingerprint: str, folder: Path) -> None:
+def write_provenance(config: Config, fingerprint: str, folder: Path) -> None:
     """Write `provenance.json` and `git.diff`. Rank zero calls this when a run starts or continues."""
     content = {
         "command": sys.argv,

@@ -69,20 +69,20 @@ def peak_lr(optimizers: Sequence[Optimizer]) -> str:
 
 
 def start_lines(
-    config: Config, splits: Splits, module: nn.Module, fresh: Iterable[str], folder: Path, chosen: str, lr: str
+    config: Config, splits: Splits, module: nn.Module, not_loaded: Iterable[str], folder: Path, chosen: str, lr: str
 ) -> list[str]:
     """Return a run's first lines: model, data, step, length and folder.
 
     Args:
-        fresh: names of the tensors that `init_from` has not filled.
+        not_loaded: names of the tensors that `init_from` has not filled.
         chosen: the choices for speed, as text.
         lr: the optimizer's peak learning rate, as text.
     """
-    if config.lr_scaling != "none" and lr == f"lr {config.step_lr:g}":
+    if config.lr_scaling != "none" and lr == f"lr {config.peak_lr:g}":
         lr += f" ({config.lr_scaling} from {config.lr:g} at {config.reference_batch_size})"
     model, data = (str(group.get("name")) for group in (config.model, config.data))
     return [
-        *wrap_parts(f"model {model}", parameters_text(module, fresh)),
+        *wrap_parts(f"model {model}", parameters_text(module, not_loaded)),
         *wrap_parts(f"data {data}", *data_counts(splits)),
         *wrap_parts(*step_parts(config), lr),
         *wrap_parts(f"run {length_text(config, len(splits.train))}", config.precision, chosen),
@@ -127,33 +127,34 @@ def length_text(config: Config, samples: int) -> str:
 class ParameterCounts(NamedTuple):
     """Numbers of a module's parameters, counted in elements.
 
-    `fresh` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
+    `not_loaded` ones were not in the file that the other weights came from. They count among `trained` or `frozen` too.
     """
 
     trained: int
     frozen: int
-    fresh: int
+    not_loaded: int
 
 
-def parameter_counts(module: nn.Module, fresh: Iterable[str] = ()) -> ParameterCounts:
+def parameter_counts(module: nn.Module, not_loaded: Iterable[str] = ()) -> ParameterCounts:
     """Return how many parameters of a module are trained, frozen and newly initialised.
 
     Args:
-        fresh: names of the tensors that a file has not filled, see `LoadedWeights.fresh`. Names of buffers are ignored.
+        not_loaded: names of the tensors that a file has not filled, see `LoadedWeights.not_loaded`. Names of buffers
+            are ignored.
     """
     sizes = [(name, each.numel(), each.requires_grad) for name, each in module.named_parameters()]
-    new = set(fresh)
+    new = set(not_loaded)
     trained = sum(size for _, size, trains in sizes if trains)
     total = sum(size for _, size, _ in sizes)
     return ParameterCounts(trained, total - trained, sum(size for name, size, _ in sizes if name in new))
 
 
-def parameters_text(module: nn.Module, fresh: Iterable[str]) -> str:
+def parameters_text(module: nn.Module, not_loaded: Iterable[str]) -> str:
     """Return the numbers of all, frozen and newly initialised parameters of a module, as text."""
-    counts = parameter_counts(module, fresh)
+    counts = parameter_counts(module, not_loaded)
     total = f"{counts.trained + counts.frozen:,} parameters"
     parts = [f"{counts.trained:,} trained, {counts.frozen:,} frozen"] * bool(counts.frozen)
-    parts += [f"{counts.fresh:,} newly initialised"] * bool(counts.fresh)
+    parts += [f"{counts.not_loaded:,} newly initialised"] * bool(counts.not_loaded)
     return total + f": {', '.join(parts)}" * bool(parts)
 
 

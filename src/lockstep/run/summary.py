@@ -35,7 +35,7 @@ class RunRecord:
 
     Attributes:
         started: `time.perf_counter()` when the run began.
-        sha: SHA-256 of the weights after training.
+        fitted_sha256: SHA-256 of the weights after training.
         tested_step: the optimizer step at which the tested weights were saved.
     """
 
@@ -45,15 +45,15 @@ class RunRecord:
     trainer: "pl.Trainer"
     started: float
     metrics: dict[str, float] = field(default_factory=dict)
-    sha: str | None = None
+    fitted_sha256: str | None = None
     tested_step: int | None = None
 
-    def fitted(self) -> None:
+    def record_fit(self) -> None:
         """Store the metrics and the hash of the weights after training. The test would overwrite them."""
         self.metrics.update(logged_metrics(self.trainer))
-        self.sha = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
+        self.fitted_sha256 = weights_sha256(self.trainer.strategy.lightning_module_state_dict())
 
-    def tested(self) -> None:
+    def record_test(self) -> None:
         """Store the metrics of the test, and the step of the tested weights."""
         from lockstep.checkpoint.io import weights_in_use
 
@@ -85,7 +85,7 @@ class RunRecord:
                 "seconds_saving": getattr(checkpoint, "seconds", None),
                 "seconds": time.perf_counter() - self.started,
             },
-            "weights_sha256": self.sha,
+            "weights_sha256": self.fitted_sha256,
             "tested_step": self.tested_step,
         }
         if trainer.is_global_zero:

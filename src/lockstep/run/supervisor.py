@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import paths
-from lockstep.checkpoint.resume import last_checkpoint_id, record_of
+from lockstep.checkpoint.resume import hydra_files_of, last_checkpoint_id
 from lockstep.config.arguments import overridden_keys
 from lockstep.config.check import Config, check
 from lockstep.config.portable import choose_kernels
@@ -42,7 +42,7 @@ def train(raw: dict[str, Any], folder: Path) -> Any:
     elif config.init_from and config.layout.num_nodes == 1 and last_checkpoint_id(folder) is None:
         refuse_broken_weights("init_from", config.init_from)
     splits = open_data(config.data, config.data_dir, config.seed)
-    return run_in_workers(partial(work, record=record_of(raw)), config, splits, folder)
+    return run_in_workers(partial(work, hydra_files=hydra_files_of(raw)), config, splits, folder)
 
 
 def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder: Path) -> Any:
@@ -52,8 +52,10 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         UserError, WorkerFailed, Interrupted: see `launch`. summary.json then has the error.
     """
     if external_workers() and (config.max_restarts or config.elastic):
-        wish = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
-        raise UserError(f"{wish}: an engine restarts its workers itself: use its option, as torchrun --max-restarts=3")
+        setting = f"max_restarts={config.max_restarts}" if config.max_restarts else "elastic=true"
+        raise UserError(
+            f"{setting}: torchrun, SLURM or MPI restarts its own workers: use its option, as torchrun --max-restarts=3"
+        )
     if config.precision.startswith("bf16") and not computes_bf16(config.layout.accelerator) and environment().rank == 0:
         print(
             f"precision={config.precision}: this processor emulates bf16, which takes up to seven times as long as "
@@ -62,12 +64,12 @@ def run_in_workers(work: Callable[..., Any], config: Config, splits: Any, folder
         )
     if external_workers() > 1:
         check_same_on_all_ranks(machine_fingerprint(config, splits))
-    before, begun = summary_of(folder), last_checkpoint_id(folder)
+    before, checkpoint_before = summary_of(folder), last_checkpoint_id(folder)
     try:
         return _run_with_restarts(work, config, splits, folder)
     except BaseException as error:
         # A run that was refused before its first checkpoint keeps the summary of an earlier start.
-        if not isinstance(error, UserError) or last_checkpoint_id(folder) != begun:
+        if not isinstance(error, UserError) or last_checkpoint_id(folder) != checkpoint_before:
             _conclude(config, splits, folder, before, error)
         if isinstance(error, Interrupted):
             call_earlier_handler(error.signum)
@@ -80,26 +82,26 @@ def _run_with_restarts(work: Callable[..., Any], config: Config, splits: Any, fo
     They are restarted `max_restarts` times. After that, with `elastic=true`, they are restarted with one device fewer;
     a device that computed wrong is left out at once. `pieces` stays, so every layout takes the same steps.
     """
-    now, left, restarts = config, config.max_restarts, 0
+    current, left, restarts = config, config.max_restarts, 0
     while True:
         try:
-            silence = config.hang_timeout
-            return launch(work, now, splits, folder, layout=now.layout, hang_timeout=silence, restarts=restarts)
+            timeout = config.hang_timeout
+            return launch(work, current, splits, folder, layout=current.layout, hang_timeout=timeout, restarts=restarts)
         except WorkerFailed as failed:
             restarts += 1
             continues = last_checkpoint_id(folder) is not None
-            if failed.without and continues:
+            if failed.suspects and continues:
                 from lockstep.checkpoint.start import restore_good_checkpoint
 
                 restore_good_checkpoint(folder, failed)
-            shrinks = config.elastic and continues and len(failed.without) <= 1 and now.layout.devices > 1
-            if left and not (failed.without and shrinks):
+            shrinks = config.elastic and continues and len(failed.suspects) <= 1 and current.layout.devices > 1
+            if left and not (failed.suspects and shrinks):
                 left -= 1
                 print(f"{failed}; restarting, {left} of {config.max_restarts} restarts left", file=sys.stderr)
             elif shrinks:
-                now = _with_devices(config, now.layout.devices - 1)
-                hide_gpu(failed.without[0] if failed.without else failed.local_rank)
-                workers = f"{now.layout.devices} of {config.layout.devices} workers"
+                current = _with_devices(config, current.layout.devices - 1)
+                hide_gpu(failed.suspects[0] if failed.suspects else failed.local_rank)
+                workers = f"{current.layout.devices} of {config.layout.devices} workers"
                 print(f"{failed}; continuing with {workers}", file=sys.stderr)
             else:
                 raise

@@ -55,7 +55,7 @@ class Job:
     number: int
     folder: Path
     overrides: list[str]
-    label: str = ""  # the overrides that only this job has
+    label: str = ""  # the overrides that not all jobs of the sweep have
     started: float = 0.0  # time.monotonic()
 
     @property
@@ -112,7 +112,7 @@ def locked_sweep(config: DictConfig) -> AbstractContextManager[None]:
 
 @contextmanager
 def report_failed_jobs(folder: Path) -> Iterator[None]:
-    """Run a launcher of any kind inside, then print how to continue if some jobs of the sweep have failed.
+    """Let a launcher run jobs inside the `with` block; then, if jobs have failed, print how to continue the sweep.
 
     Raises:
         SweepFailed: Some jobs have not completed.
@@ -157,21 +157,21 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
     slots = _slots(sweep.jobs, config)
     progress = Progress(len(jobs), sweep.metric, sweep.mode, len(slots))
     done = broadcast_from_rank_zero({job.number: summary_of(job.folder) for job in jobs if job.completed})
-    missing = [job for job in jobs if job.number not in done]
+    remaining = [job for job in jobs if job.number not in done]
     for number, summary in done.items():
         progress.add(number, summary)
-    if not missing and environment().rank == 0:
+    if not remaining and environment().rank == 0:
         best = f" | best {progress.best[0]:.4g}: {jobs[progress.best[1]].folder}" if progress.best else ""
         print(f"the sweep is complete, {progress.done} of {progress.total}{best}", file=sys.stderr)
 
-    def start(job: Job) -> None:
+    def run_or_continue(job: Job) -> None:
         if not paths.last(job.folder).exists():
             for drawn in ("tensorboard", "csv"):  # the job starts again, so old curves go
                 shutil.rmtree(job.folder / drawn, ignore_errors=True)
         run(job)
 
     try:
-        run_jobs(missing, start, progress.ended, slots)
+        run_jobs(remaining, run_or_continue, progress.ended, slots)
     finally:
         if (progress.done < progress.total or progress.failed) and environment().rank == 0:
             print(to_continue(Path(config.hydra.sweep.dir)), file=sys.stderr)
@@ -180,13 +180,13 @@ def launch(config: DictConfig, jobs: Sequence[Job], run: Callable[[Job], None]) 
 
 
 def to_continue(folder: Path) -> str:
-    """Return the line with the command that runs the missing jobs of a sweep."""
-    return f"to run the missing jobs: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
+    """Return the line with the command that runs the jobs of a sweep that are not complete."""
+    return f"to run the remaining jobs: python {short_path(sys.argv[0])} {shell_override('sweep.resume', folder)}"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The devices of one job at a time. Empty: the job may use all."""
+    """The GPUs and cores of the job that runs in this slot. Empty: the job may use all."""
 
     gpus: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
@@ -196,8 +196,9 @@ def _slots(count: int, config: DictConfig) -> list[Slot]:
     """Return a slot for each of `count` jobs that run at the same time."""
     if count == 1:
         return [Slot()]
-    if in_place():
-        raise UserError(f"sweep.jobs={count}: jobs run one by one on this system and under an engine: use sweep.jobs=1")
+    if in_this_process():
+        where = "on this system and in workers of torchrun, SLURM or MPI"
+        raise UserError(f"sweep.jobs={count}: jobs run one by one {where}: use sweep.jobs=1")
     gpus = gpu_count() if config.get("accelerator", "cpu") != "cpu" else 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",")[:gpus] if named and gpus else [str(number) for number in range(gpus)]
@@ -223,31 +224,31 @@ def _split_evenly(things: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [things[len(things) * part // parts : len(things) * (part + 1) // parts] for part in range(parts)]
 
 
-def in_place() -> bool:
+def in_this_process() -> bool:
     """Check whether jobs must run in this process, one by one: in an engine's workers, or without fork."""
     return bool(external_workers()) or start_method() != "fork"
 
 
 def run_jobs(
     jobs: Sequence[Job],
-    start: Callable[[Job], None],
+    run: Callable[[Job], None],
     ended: Callable[[Job, dict[str, Any]], None],
-    places: Sequence[Slot],
+    slots: Sequence[Slot],
 ) -> None:
-    """Run jobs as places become free.
+    """Run jobs as slots become free.
 
     Args:
-        start: runs a job; called in the job's own process.
+        run: runs a job to its end; called in the job's own process.
         ended: called in this process when a job has ended, with the job's summary.
-        places: the devices of the jobs that run at the same time.
+        slots: the devices of the jobs that run at the same time.
 
     Raises:
         Interrupted: A signal ended the sweep. The jobs have saved and ended.
     """
-    if in_place():
+    if in_this_process():
         for job in jobs:
             job.started = time.monotonic()
-            start(job)
+            run(job)
             ended(job, broadcast_from_rank_zero(summary_of(job.folder)))
         return
     import lockstep.run.evaluation  # noqa: F401  import what a run needs once for all jobs
@@ -255,52 +256,52 @@ def run_jobs(
     freeze_imports()
     fork = multiprocessing.get_context("fork")
     running: dict[int, tuple[Any, Job, Slot]] = {}  # by the sentinel of the process
-    waiting, free = list(jobs), list(places)
+    waiting, free = list(jobs), list(slots)
     with forward_signals() as received:
         while True:
             while free and waiting:
                 with block_signals():
                     if received:
                         break
-                    job, place = waiting.pop(0), free.pop(0)
+                    job, slot = waiting.pop(0), free.pop(0)
                     job.started = time.monotonic()
-                    process = fork.Process(target=_run_job, args=(start, job, place, len(places) > 1, os.getpid()))
+                    process = fork.Process(target=_run_job, args=(run, job, slot, len(slots) > 1, os.getpid()))
                     process.start()
-                    running[process.sentinel] = process, job, place
+                    running[process.sentinel] = process, job, slot
                     if received:  # the signal came before this process could forward it
                         process.terminate()
             if not running:
                 break
             for sentinel in wait(list(running)):
-                process, job, place = running.pop(cast(int, sentinel))
+                process, job, slot = running.pop(cast(int, sentinel))
                 process.join()
-                free.append(place)
+                free.append(slot)
                 ended(job, _result(job, process.exitcode))
         if received:
             raise Interrupted(received[0])
 
 
-def _run_job(start: Callable[[Job], None], job: Job, place: Slot, together: bool, parent: int) -> None:
+def _run_job(run: Callable[[Job], None], job: Job, slot: Slot, several_at_once: bool, parent: int) -> None:
     """Run a job. This is the first function of its process."""
     os.setpgid(0, 0)  # Ctrl-C reaches the sweep only, which forwards it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not ignores_hangup():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as in `cli.command`
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # without workers there is nothing to save
     unblock_signals()
     set_parent_death_signal(parent)
-    if place.cores:
-        os.sched_setaffinity(0, place.cores)
-    if place.gpus:
-        export(CUDA_VISIBLE_DEVICES=",".join(place.gpus))
+    if slot.cores:
+        os.sched_setaffinity(0, slot.cores)
+    if slot.gpus:
+        export(CUDA_VISIBLE_DEVICES=",".join(slot.gpus))
     try:
-        if together:  # the lines of several jobs would mix on the console
+        if several_at_once:  # the lines of several jobs would mix on the console
             job.folder.mkdir(parents=True, exist_ok=True)
             with open(job.folder / "output.log", "ab") as file:
                 for stream in (1, 2):
                     os.dup2(file.fileno(), stream)
-        start(job)
+        run(job)
     except (Interrupted, KeyboardInterrupt) as interrupted:
         if summary_of(job.folder).get("status") != "interrupted":  # no worker has run yet
             write_conclusion(job.folder, "interrupted", str(interrupted) or "interrupted by SIGINT")
@@ -334,10 +335,10 @@ class Progress:
     metric: str  # name in a summary's `metrics` by which the best is chosen
     mode: str  # max or min
     at_once: int = 1  # jobs that run at the same time
-    done: int = 0  # jobs that have ended, also in earlier starts
-    failed: int = 0  # jobs of this start that did not complete
+    done: int = 0  # jobs that have ended, also before `sweep.resume=`
+    failed: int = 0  # jobs that did not complete since this command began
     best: tuple[float, int] | None = None  # value, job number
-    seconds: list[float] = field(default_factory=list)  # duration of each job of this start
+    seconds: list[float] = field(default_factory=list)  # duration of each job that ended since this command began
 
     def add(self, number: int, summary: dict[str, Any]) -> float | None:
         """Count a job that has ended, and return its metric. Only a completed run can be the best."""
@@ -350,7 +351,7 @@ class Progress:
         return value
 
     def ended(self, job: Job, summary: dict[str, Any]) -> None:
-        """Print the result of a job of this start, and the time that is left."""
+        """Print the result of a job that has just ended, and the time that is left."""
         status, took = summary.get("status"), time.monotonic() - job.started
         value = self.add(job.number, summary)
         self.failed += status != "completed"

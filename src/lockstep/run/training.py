@@ -36,7 +36,7 @@ from lockstep.launch.process_group import broadcast_from_rank_zero, is_lost_rank
 from lockstep.launch.rank_zero_decisions import ranks_with_folder
 from lockstep.launch.signals import Interrupted
 from lockstep.run import provenance, worker_setup
-from lockstep.run.batch_norm_check import OF_TORCH, check_batch_norms, single_value_error
+from lockstep.run.batch_norm_check import SINGLE_VALUE_TEXT, check_batch_norms, single_value_error
 from lockstep.run.build import make_callbacks, make_data, make_module, make_trainer
 from lockstep.run.optimizers import settings, steps_per_epoch, total_steps
 from lockstep.run.report_lines import StartLines, chance_level_line, end_lines, start_lines
@@ -48,16 +48,16 @@ from lockstep.step.passes import overrides_method
 from lockstep.text import join_names, plural
 
 LOG = logging.getLogger("lockstep")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota or a file is at its limit
 
 
 def fit_and_test(
-    config: Config, splits: Splits, folder: Path, record: Mapping[str, str] | None = None
+    config: Config, splits: Splits, folder: Path, hydra_files: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Fit and test in this worker, and return the run's summary. Every worker of the layout must call it.
 
     Args:
-        record: the texts of the files in `.hydra/`, by file name.
+        hydra_files: the texts of the files in `.hydra/`, by file name.
 
     Raises:
         UserError: The input is bad, or the run can't continue from its checkpoint.
@@ -69,87 +69,88 @@ def fit_and_test(
     if config.debug.one_batch:
         splits = first_batch(splits, config.layout, config.seed)
 
-    ranks = ranks_with_folder(folder)
-    loaded = load_start(folder, config.resume, record, ranks)
-    checkpoint, resumed = loaded or (None, {})
-    first = resumed.get("global_step", 0)
+    ranks = ranks_with_folder(folder)  # rank zero, and the ranks that keep copies of its checkpoints
+    loaded = load_start(folder, config.resume, hydra_files, ranks)
+    path, checkpoint = loaded or (None, {})  # the checkpoint's path and content
+    first_step = checkpoint.get("global_step", 0)
     steps = total_steps(config, len(splits.train))
-    module = make_module(replace(config, resume=checkpoint), splits)
+    module = make_module(replace(config, resume=path), splits)
     messages: list[str] = [splits.about]
-    fresh: Sequence[str] = ()
-    if config.init_from and not checkpoint:
+    not_loaded: Sequence[str] = ()  # names of the tensors that `init_from` has not set
+    if config.init_from and not path:
         filled = weights.load_weights("init_from", module, config.init_from, True)
         messages.append(filled.message)
         freeze, unfrozen = config.model.get("freeze") or (), unfrozen_later(config)
-        weights.refuse_frozen(f"init_from={config.init_from}", module, filled.fresh, freeze, unfrozen)
-        fresh = filled.fresh
+        weights.refuse_frozen(f"init_from={config.init_from}", module, filled.not_loaded, freeze, unfrozen)
+        not_loaded = filled.not_loaded
     check_batch_norms(config, splits, module)
-    messages += resume_messages(config, splits, resumed)
-    messages += config.strategy.notes(resumes=bool(resumed))
+    messages += resume_messages(config, splits, checkpoint)
+    messages += config.strategy.notes(resumes=bool(checkpoint))
     for extra in config.extras.values():
-        messages += extra.notes(config, resumes=bool(resumed))
+        messages += extra.notes(config, resumes=bool(checkpoint))
     if odd := not_plain(module.hparams):
         messages.append(f"hyperparameters {join_names(odd)}: they are no plain data, so checkpoints leave them out")
     data = make_data(config, splits, rank)
     samples = len(splits.train)
-    config = replace(config, max_epochs=run_length(config, samples).epochs)  # for Lightning and the console
+    # `max_steps` may end the run: Lightning and the console get the number of epochs that it really has
+    config = replace(config, max_epochs=run_length(config, samples).epochs)
     callbacks: list[pl.Callback] = [DummyBatchOnEmptyRank(), ReplicaConsistencyCheck()]
     callbacks += make_callbacks(config, splits, folder, module)
     callbacks += [ResumeState(config.record, settings(config, samples), steps_per_epoch(config, samples))]
     chosen = worker_setup.describe_choices(module, config.compile)
-    first_lines = partial(start_lines, config, splits, module, fresh, folder, chosen)
-    starts = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
-    callbacks += [Preemption(folder), starts, ClaimFolder(folder, record, checkpoint, environment().rank in ranks)]
-    if checkpoint:
-        check_same_data(checkpoint, resumed.get("lockstep", {}), config, splits)
-        check_checkpoint_fits(checkpoint, resumed, module.state_dict(), config, steps)
+    first_lines = partial(start_lines, config, splits, module, not_loaded, folder, chosen)
+    opening = StartLines(lambda lr: filter(None, [*first_lines(lr), *messages]))
+    callbacks += [Preemption(folder), opening, ClaimFolder(folder, hydra_files, path, environment().rank in ranks)]
+    if path:
+        check_same_data(path, checkpoint.get("lockstep", {}), config, splits)
+        check_checkpoint_fits(path, checkpoint, module.state_dict(), config, steps)
     copies = Copies(ranks, config.hang_timeout) if len(ranks) > 1 else None
-    parts = RunParts(config, splits, folder, module, resumed, rank)
+    parts = RunParts(config, splits, folder, module, checkpoint, rank)
     trainer = make_trainer(config, folder, callbacks, loaded, copies, parts)
     if config.compile:
         compile_networks(module, bool(config.layout.exact))
     if rank == 0:
-        provenance.record(config, splits.fingerprint, folder)
+        provenance.write_provenance(config, splits.fingerprint, folder)
     run = RunRecord(config, splits, folder, trainer, started)
-    run.metrics.update(resumed.get("lockstep", {}).get("metrics", {}))  # needed if nothing is left to train
-    del loaded, resumed, parts  # free the memory: the trainer's CheckpointIO holds the checkpoint until it is restored
+    run.metrics.update(checkpoint.get("lockstep", {}).get("metrics", {}))  # needed if nothing is left to train
+    del loaded, checkpoint, parts  # free the memory: the trainer's CheckpointIO has the checkpoint until it is restored
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-        run.fitted()
+        trainer.fit(module, datamodule=data, ckpt_path=path)
+        run.record_fit()
         for extra in config.extras.values():
             run.metrics.update(extra.metrics())
         if trainer.should_stop and trainer.global_step < steps and rank == 0:
             reason = next(filter(None, map(stop_reason, callbacks)), "a callback stopped it")
             LOG.info("ended early, after step %d of %d: %s", trainer.global_step, steps, reason)
         if splits.test is not None and overrides_method(module, "test_step", pl.LightningModule):
-            # WeightAveraging would load the weights before averaging from the checkpoint.
-            tests: Any = trainer
-            tests.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
-            tests.callbacks = [each for each in tests.callbacks if not isinstance(each, WeightAveraging)]
+            untyped: Any = trainer  # the same object, so that its attributes can be set
+            untyped.profiler = PassThroughProfiler()  # Lightning's profilers fail if their schedule recorded nothing
+            # WeightAveraging would load from the checkpoint the weights that are not averaged.
+            untyped.callbacks = [each for each in untyped.callbacks if not isinstance(each, WeightAveraging)]
             trainer.test(module, datamodule=data, ckpt_path=_best(callbacks), verbose=False)
-            run.tested()
+            run.record_test()
     except Interrupted as interrupted:
-        run.fitted()
+        run.record_fit()
         run.finish("interrupted", str(interrupted))
         raise
     except Exception as error:
         error.steps = trainer.global_step  # type: ignore[attr-defined]  # the parent needs it if rank zero was killed
-        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:
             error.filename = str(folder)  # errors of TensorBoard name no file
-        ours = not isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) and not is_lost_rank(error)
-        trained = trainer.global_step > first or environment().restarts
-        if checkpoint and ours and not trained:  # this start has changed nothing, so the summary stays
-            raise _cannot_continue(checkpoint, error, rank) from error
+        other_cause = isinstance(error, OSError | NonFinite | CorruptMessage | WorkerFailed) or is_lost_rank(error)
+        trained = trainer.global_step > first_step or environment().restarts
+        if path and not other_cause and not trained:  # this start has changed nothing, so the summary stays
+            raise _cannot_continue(path, error, rank) from error
         if not is_lost_rank(error):  # otherwise the lost rank or the parent writes the cause
             with suppress(OSError):  # the disk may be full
                 run.finish("failed", f"{type(error).__name__}: {error}")
-        if OF_TORCH in str(error):
+        if SINGLE_VALUE_TEXT in str(error):  # BatchNorm got one value per channel
             raise single_value_error(config, samples) from error
         raise
     summary = run.finish("completed", None)
     if rank == 0:
-        trained = trainer.global_step >= steps_per_epoch(config, samples)  # before, chance level is no surprise
-        chance = chance_level_line(run.metrics, splits, starts.lr) if trained else None
+        one_epoch = trainer.global_step >= steps_per_epoch(config, samples)  # before that, chance level is normal
+        chance = chance_level_line(run.metrics, splits, opening.lr) if one_epoch else None
         for line in filter(None, [chance, *end_lines(config, folder, callbacks)]):
             LOG.info(line)
     return summary
@@ -203,6 +204,6 @@ def first_batch(splits: Splits, layout: Layout, seed: int) -> Splits:
 
 
 def _best(callbacks: list[pl.Callback]) -> str | None:
-    """Return the path of the best checkpoint on all ranks. Only rank zero may see the file."""
+    """Return the best checkpoint's path, the same on all ranks: rank zero's, since the others may not see the file."""
     paths = [str(path) for callback in callbacks if (path := getattr(callback, "best_path", None))]
     return broadcast_from_rank_zero(paths[0] if paths else None)

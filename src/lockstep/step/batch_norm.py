@@ -49,15 +49,15 @@ class BatchNormStats:
         self.total: list[Tensor] = []
         self.counts: list[Tensor] = []  # after the step
         # Statistics have the order of 1 and start at exactly 0, so the grid need not be finer than 2**-45.
-        self.exact: ExactSum | None = None
+        self.exact_sum: ExactSum | None = None
         if gradients.exact:
             owners = [layer for layer in self.layers for _ in kinds]
             summed_here, names = (
                 [self.strategy.holds(layer) for layer in owners],
                 self.names if gradients.options.check_messages else (),
             )
-            self.exact = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
-            self.exact.exponents = list(exponents) or self.exact.exponents
+            self.exact_sum = ExactSum(self.buffers, 0, segment_ids(module, owners), summed_here, names)
+            self.exact_sum.exponents = list(exponents) or self.exact_sum.exponents
 
     def begin(self, step_batch: Any) -> None:
         """Save the statistics before a step. A step with one piece on one process is left to torch."""
@@ -67,22 +67,22 @@ class BatchNormStats:
             self.start = [buffer.clone() for buffer in self.buffers]
             self.start_counts = [counter.clone() for counter in self.counters]
             self.counts = [now + layer.training for now, layer in zip(self.counters, self.layers, strict=True)]
-            if self.exact is not None:
-                self.exact.begin(step_batch.step)
+            if self.exact_sum is not None:
+                self.exact_sum.begin(step_batch.step)
             else:
                 self.total = [torch.zeros_like(buffer, dtype=_wide(buffer)) for buffer in self.buffers]
 
-    def before(self) -> None:
+    def before_forward(self) -> None:
         """Restore the statistics before the step, for the next micro-batch."""
         if self.active:
             # `.data` hides the change from autograd, which may still need these tensors for a backward pass.
             torch._foreach_copy_([buffer.data for buffer in self.buffers], self.start)
             torch._foreach_copy_(self.counters, self.start_counts)  # with `momentum=None` they set the weight
 
-    def after(self) -> None:
+    def after_forward(self) -> None:
         """Add the statistics after a micro-batch to the step's sum."""
-        if self.active and self.exact is not None:
-            self.exact.add(self.buffers)
+        if self.active and self.exact_sum is not None:
+            self.exact_sum.add(self.buffers)
         elif self.active:
             torch._foreach_add_(self.total, [buffer.to(_wide(buffer)) for buffer in self.buffers])
 
@@ -90,8 +90,9 @@ class BatchNormStats:
         """Set the statistics to the mean over the step's pieces. Every process calls this."""
         if not self.active:
             return
-        if self.exact is not None:
-            self.total = self.exact.total(all_reduce if self.world_size > 1 else reduce_alone, step_batch.num_nonempty)
+        if self.exact_sum is not None:
+            reduce = all_reduce if self.world_size > 1 else reduce_alone
+            self.total = self.exact_sum.total(reduce, step_batch.num_nonempty)
         else:
             if self.world_size > 1:
                 dist.all_reduce(flat := parameters_to_vector(self.total))

@@ -73,7 +73,7 @@ class EvaluationLogs(_ResultCollection):
         Args:
             gather: takes an object and returns the objects of all ranks, in rank order.
             samples: number of samples that this rank has evaluated.
-            sync_dist_fn: as of `log`.
+            sync_dist_fn: see `log`.
         """
         ranks: list[tuple[int, dict[str, Logged]]] = gather((samples, self._local_logs()))
         for key, one in {key: one for _, logged in reversed(ranks) for key, one in logged.items()}.items():

@@ -21,7 +21,7 @@ class NonFinite(Exception):
 
 
 class FiniteGradientCheck(StepHook):
-    """Check each step's gradient after its sum. All ranks have the same gradient, so all decide alike.
+    """Check each step's gradient after its sum. All ranks have the same gradient, so all make the same decision.
 
     With `skip`, the host needs the result before the weights change. With `stop`, it may get the result one step later,
     so that it need not wait for the GPU: the result is copied during the next step, and `flush` waits for it before a

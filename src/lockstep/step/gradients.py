@@ -23,7 +23,8 @@ from lockstep.text import plural
 if TYPE_CHECKING:
     from lockstep.step.passes import Step
 
-Result = tuple[Gradients, list[float]]  # the gradients; with exact=true also their largest elements, for the next grids
+# the gradients; with exact=true also the largest element of each group of tensors, to choose the next sums' grids
+Result = tuple[Gradients, list[float]]
 
 
 def trained_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -49,7 +50,7 @@ class StartedSum:
 
         Returns:
             For each of the `parameters` its gradient, or None if no process has one; and with exact=true the largest
-            elements of the sum's groups, else an empty list.
+            element of each group of tensors that share a grid (see exact_sum.py), else an empty list.
         """
         return self.wait()
 
@@ -93,20 +94,20 @@ class GradientSum:
 
     @property
     def processes(self) -> int:
-        """Number of processes over which the gradient is summed."""
+        """Number of processes over which the gradient is summed. Extras may sum over fewer than all."""
         return self.world_size
 
     def begin(self, step_batch: StepBatch) -> None:
         """Start a step. Choose whether DDP's reducer sends its gradients.
 
-        It can't if a process has no sample, because DDP waits for every process. It can't if other parameters are
-        trained than when the module was wrapped, because DDP would leave them out.
+        The reducer can't if a process has no sample, because DDP waits for every process. It can't if parameters were
+        frozen or unfrozen since DDP wrapped the module, because DDP would leave them out.
 
         Args:
             step_batch: the part of the step that this process computes.
         """
         by_ddp = self.world_size > 1 and self.options.uses_reducer
-        self._by_reducer = by_ddp and step_batch.all_ranks_have_data and not self.strategy.outdated
+        self._by_reducer = by_ddp and step_batch.all_ranks_have_data and not self.strategy.trained_parameters_changed
 
     def weight(self, micro_batch: MicroBatch, step_batch: StepBatch) -> float:
         """Return the weight of a micro-batch's mean loss.
@@ -115,14 +116,14 @@ class GradientSum:
         """
         return micro_batch.size / step_batch.samples * self.world_size
 
-    def before_piece(self, number: int, step_batch: StepBatch) -> None:
-        """Prepare the forward pass of micro-batch `number`: start DDP's reducer before the last one."""
-        if self._by_reducer and number == len(step_batch.micro_batches) - 1:
-            self.strategy.start_reducer(first=number == 0)
+    def before_piece(self, index: int, step_batch: StepBatch) -> None:
+        """Prepare the forward pass of micro-batch `index`: start DDP's reducer before the last one."""
+        if self._by_reducer and index == len(step_batch.micro_batches) - 1:
+            self.strategy.start_reducer(first=index == 0)
 
-    def collect(self, number: int, step_batch: StepBatch) -> None:
-        """Collect the gradient after the backward pass of micro-batch `number`."""
-        if self._by_reducer and number == len(step_batch.micro_batches) - 1:
+    def collect(self, index: int, step_batch: StepBatch) -> None:
+        """Collect the gradient after the backward pass of micro-batch `index`."""
+        if self._by_reducer and index == len(step_batch.micro_batches) - 1:
             self.strategy.finish_reducer()
 
     def reduce(self, step: "Step") -> "Step | None":
@@ -147,15 +148,15 @@ class GradientSum:
         if self.world_size == 1:
             return StartedSum(parameters, lambda: (mine, []))
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, mine, strict=True)]
-        reached = gradients[0].new_tensor([gradient is not None for gradient in mine])
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), reached])
+        num_ranks = gradients[0].new_tensor([gradient is not None for gradient in mine])  # that have each gradient
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), num_ranks])
         work = dist.all_reduce(flat, async_op=True)
 
         def wait() -> Result:
             work.wait()
-            *parts, reached = flat.split([*(p.numel() for p in parameters), len(parameters)])
+            *parts, num_ranks = flat.split([*(p.numel() for p in parameters), len(parameters)])
             sums: Gradients = []
-            for parameter, part, ranks in zip(parameters, parts, reached.tolist(), strict=True):
+            for parameter, part, ranks in zip(parameters, parts, num_ranks.tolist(), strict=True):
                 part /= self.world_size
                 sums.append(torch.empty_like(parameter).copy_(part.view(parameter.shape)) if ranks else None)
             return sums, []
@@ -196,8 +197,8 @@ class ExactGradientSum(GradientSum):
     """Sum independently of the order, so that every layout gets the same bits (see `lockstep.arithmetic.exact_sum`).
 
     The gradient of each piece is rounded and added as integers. One all-reduce of integers follows the last
-    micro-batch. A piece's mean loss is weighted by its samples, which undoes the division of the mean, and the division
-    by the step's samples comes last.
+    micro-batch. A piece's mean loss is multiplied by its number of samples, which makes it a sum over samples. The
+    total is divided by the step's number of samples once, at the end.
     """
 
     exact = True
@@ -206,23 +207,24 @@ class ExactGradientSum(GradientSum):
         super().__init__(strategy, world_size)
         self.sums: list[ExactSum] = []  # one for each step whose sum may run at the same time
         self.sum: Any = None  # the sum of the current step
-        self.everything: list[torch.nn.Parameter] = []
+        self.all_parameters: list[torch.nn.Parameter] = []
         self.parameters: list[torch.nn.Parameter] = []  # those that are trained
-        self.exponents: list[int | None] = []  # the grids; they depend on earlier steps, so checkpoints have them
+        self.exponents: list[int | None] = []  # of the grids, by group; from earlier steps, so checkpoints have them
 
     def begin(self, step_batch: StepBatch) -> None:
         """Start a step. Make new sums if other parameters are trained than before."""
         module = self.strategy.lightning_module
-        if not self.everything:
-            self.everything = list(module.parameters())
-        parameters = [p for p in self.everything if p.requires_grad]
+        if not self.all_parameters:
+            self.all_parameters = list(module.parameters())
+        parameters = [p for p in self.all_parameters if p.requires_grad]
         if not self.sums or [id(p) for p in parameters] != [id(p) for p in self.parameters]:  # after unfreezing
-            borders, mine = segment_ids(module, parameters), [self.strategy.holds(p) for p in parameters]
+            ids, summed_here = segment_ids(module, parameters), [self.strategy.holds(p) for p in parameters]
             self.parameters = parameters
             names: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
             checked = [names[id(p)] for p in parameters] if self.options.check_messages else ()
             like = [p.detach() for p in parameters]
-            self.sums = [ExactSum(like, None, borders, mine, checked) for _ in range(self.options.sums_at_once)]
+            self.sums = [ExactSum(like, None, ids, summed_here, checked) for _ in range(self.options.sums_at_once)]
+            # keep exponents from a checkpoint or the last sums, unless they are those of other groups
             if len(self.exponents) != len(self.sums[0].exponents):
                 self.exponents = self.sums[0].exponents
             for each in self.sums:
@@ -240,10 +242,10 @@ class ExactGradientSum(GradientSum):
         """Return the micro-batch's number of samples. The step's samples divide the sum at the end."""
         return float(micro_batch.size)
 
-    def before_piece(self, number: int, step_batch: StepBatch) -> None:
+    def before_piece(self, index: int, step_batch: StepBatch) -> None:
         """Do nothing: exact sums do not use DDP's reducer."""
 
-    def collect(self, number: int, step_batch: StepBatch) -> None:
+    def collect(self, index: int, step_batch: StepBatch) -> None:
         """Add the gradient of a piece to the sum and drop it."""
         self.sum.add([parameter.grad for parameter in self.parameters])
         self._reset()
@@ -261,8 +263,8 @@ class ExactGradientSum(GradientSum):
         def wait() -> Result:
             if work is not None:
                 work.wait()
-            sums, bounds = total.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
-            return [g if reached else None for g, reached in zip(sums, total.present, strict=True)], bounds
+            sums, maxima = total.unpack(all_reduce if self.world_size > 1 else reduce_alone, step_batch.samples)
+            return [g if present else None for g, present in zip(sums, total.present, strict=True)], maxima
 
         started = StartedSum(self.parameters, wait)
         # The first step of a run chooses the grids, so the sums of later steps must wait for it.
@@ -272,10 +274,10 @@ class ExactGradientSum(GradientSum):
 
     def apply(self, started: StartedSum) -> None:
         """Wait for a sum, set the parameters' gradients to it, and choose the grids of later sums."""
-        bounds = started.result[1]
-        # The numbers of groups differ if the trained parameters have changed since the sum was started.
-        if self.sum is not None and len(bounds) == len(self.sum.local_groups):
-            self.sum.update_grids(bounds)
+        maxima = started.result[1]
+        # There is another count of groups if parameters were frozen or unfrozen since the sum was started.
+        if self.sum is not None and len(maxima) == len(self.sum.local_groups):
+            self.sum.update_grids(maxima)
         super().apply(started)
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,7 +285,7 @@ class ExactGradientSum(GradientSum):
         return {"exponents": gather_exponents(self.strategy, self.exponents, self.sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the exponents of the grids; raise as `GradientSum.load_state_dict`."""
+        """Restore the exponents of the grids; see `GradientSum.load_state_dict`."""
         super().load_state_dict(state)
         self.exponents = list(state.get("exponents") or self.exponents)
 
@@ -314,13 +316,13 @@ class WrappedGradientSum(GradientSum):
         """Return a micro-batch's weight; see `GradientSum.weight`."""
         return self.inner.weight(micro_batch, step_batch)
 
-    def before_piece(self, number: int, step_batch: StepBatch) -> None:
+    def before_piece(self, index: int, step_batch: StepBatch) -> None:
         """Prepare a forward pass; see `GradientSum.before_piece`."""
-        self.inner.before_piece(number, step_batch)
+        self.inner.before_piece(index, step_batch)
 
-    def collect(self, number: int, step_batch: StepBatch) -> None:
+    def collect(self, index: int, step_batch: StepBatch) -> None:
         """Collect a gradient; see `GradientSum.collect`."""
-        self.inner.collect(number, step_batch)
+        self.inner.collect(index, step_batch)
 
     def reduce(self, step: "Step") -> "Step | None":
         """Sum over all processes; see `GradientSum.reduce`."""
@@ -360,8 +362,8 @@ def gather_exponents(strategy: StepStrategy, exponents: list[int | None], total:
         On rank zero, the exponents of all groups, each from the process that sums the group.
     """
     mine = total.local_groups if total is not None else []
-    gathered = strategy.gather_parts({at: exponents[at] for at in mine})
-    return [gathered.get(at, exponent) for at, exponent in enumerate(exponents)]
+    gathered = strategy.gather_parts({group: exponents[group] for group in mine})
+    return [gathered.get(group, exponent) for group, exponent in enumerate(exponents)]
 
 
 def all_reduce(tensor: Tensor, op: str) -> None:

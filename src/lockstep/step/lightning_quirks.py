@@ -135,8 +135,8 @@ class StepEpochLoop(_TrainingEpochLoop):
         if self.restarting:
             self.trainer.fit_loop._restarting = False
 
-    def continues_after_validation(self, data_fetcher: Any) -> bool:
-        """Check whether the run continues from a checkpoint of a validation, so that no step comes first.
+    def resumes_in_validation(self, data_fetcher: Any) -> bool:
+        """Check whether the run continues from a checkpoint that a validation saved, so that no step comes first.
 
         This is a part of Lightning's `advance`.
         """
@@ -177,7 +177,7 @@ class StepEpochLoop(_TrainingEpochLoop):
         return super()._should_check_val_fx(data_fetcher) or ends
 
 
-def forget_logged(trainer: pl.Trainer) -> None:
+def remove_logged(trainer: pl.Trainer) -> None:
     """Drop the values that were logged for the last evaluation batch."""
     for result in (trainer._results or {}).values():
         if not result.has_reset:  # the others belong to an earlier evaluation

@@ -1,12 +1,12 @@
-"""Lightning's Trainer, over batches that are optimizer steps made of pieces.
+"""Lightning's Trainer, adapted so that one training batch is one optimizer step, which consists of pieces.
 
 The loader yields a `StepBatch`: this process's part of one optimizer step. So everything that Lightning counts in
 batches (validation, logging, limits, checkpoints) counts optimizer steps.
 
 Private names of Lightning are used in this file, step/lightning_quirks.py and step/evaluation_logs.py only;
 tests/step/test_loop.py fails when they change. This file uses `_TrainingEpochLoop.advance`, which makes a step, with
-`_results`, `_build_kwargs` and `optim_progress` of the loop, and the module `call`, which runs hooks under the profiler
-and sets the hook's name for `self.log`. docs/decisions/lightning-loop.md gives the reasons.
+`_results`, `_build_kwargs` and `optim_progress` of the loop, and `lightning.pytorch.trainer.call`, whose functions run
+hooks under the profiler and set the hook's name for `self.log`. docs/decisions/lightning-loop.md gives the reasons.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ from lockstep.step.protocols import data_of
 
 
 class StepTrainer(pl.Trainer):
-    """Lightning's Trainer, with training batches that are optimizer steps made of pieces.
+    """Lightning's Trainer, whose training batches are optimizer steps.
 
     Args:
         gradients: the gradient sum. Its strategy becomes the Trainer's.
@@ -45,10 +45,10 @@ class StepTrainer(pl.Trainer):
         gradients.strategy.hooks = hooks
         self._signal_connector = NoSignals(self)
         self._logger_connector = StepLogs(self)
-        made = self.fit_loop
-        self.fit_loop = StepFitLoop(self, made.min_epochs, made.max_epochs)
+        default_loop = self.fit_loop  # Lightning's own; only its limits are used
+        self.fit_loop = StepFitLoop(self, default_loop.min_epochs, default_loop.max_epochs)
         passes = StepPasses(gradients, hooks, seed)
-        self.fit_loop.epoch_loop = StepLoop(self, passes, made.min_steps, made.max_steps)
+        self.fit_loop.epoch_loop = StepLoop(self, passes, default_loop.min_steps, default_loop.max_steps)
         for loop in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop):
             loop._results = EvaluationLogs()
 
@@ -59,14 +59,15 @@ class StepLoop(StepEpochLoop):
     Args:
         trainer: the trainer.
         passes: computes a step's gradient.
-        min_steps: as of Lightning's loop.
-        max_steps: as of Lightning's loop.
+        min_steps: see Lightning's loop.
+        max_steps: see Lightning's loop.
     """
 
     def __init__(self, trainer: pl.Trainer, passes: StepPasses, min_steps: int | None, max_steps: int) -> None:
         super().__init__(trainer, min_steps, max_steps)
         self.passes = passes
-        self._has_zero_grad_hook = True  # whether any object has that hook; a call of all objects takes 20 us
+        # whether the module or a callback has `on_before_zero_grad`; calling it on all of them takes 20 us per step
+        self._has_zero_grad_hook = True
         self._takes_number = True  # whether `training_step` takes the batch's number
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class StepLoop(StepEpochLoop):
         Raises:
             StopIteration: no batch is left, or the module's `on_train_batch_start` returned -1.
         """
-        if self.continues_after_validation(data_fetcher):
+        if self.resumes_in_validation(data_fetcher):  # then the validation comes first
             return
         trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
         step_batch, number = next(data_fetcher)[0], self.batch_idx + 1
@@ -130,11 +131,11 @@ class StepLoop(StepEpochLoop):
         """
         trainer, module, results = self.trainer, self.trainer.lightning_module, self._results
         optimizer = module.optimizers()
-        counted = self.automatic_optimization.optim_progress.optimizer
+        optimizer_progress = self.automatic_optimization.optim_progress.optimizer
         outputs: Outputs = {}
 
         def forward(batch: Any) -> Any:
-            results.batch, results.batch_size = batch, None  # `self.log` takes the weight of a mean from it
+            results.batch, results.batch_size = batch, None  # `self.log` weights its means by the batch's size
             args = (batch, number) if self._takes_number else (batch,)
             return call._call_strategy_hook(trainer, "training_step", *args)
 
@@ -142,12 +143,12 @@ class StepLoop(StepEpochLoop):
             call._call_strategy_hook(trainer, "backward", loss, optimizer.optimizer)
 
         def zero_grad() -> None:
-            counted.zero_grad.increment_ready()
+            optimizer_progress.zero_grad.increment_ready()
             if self._has_zero_grad_hook:
                 self._hook("on_before_zero_grad", optimizer.optimizer)
-            counted.zero_grad.increment_started()
+            optimizer_progress.zero_grad.increment_started()
             module.optimizer_zero_grad(trainer.current_epoch, number, optimizer.optimizer)
-            counted.zero_grad.increment_completed()
+            optimizer_progress.zero_grad.increment_completed()
 
         @torch.enable_grad()
         def closure() -> Tensor:
@@ -156,9 +157,9 @@ class StepLoop(StepEpochLoop):
             results.batch_size = step_batch.num_local_samples  # for hooks that log after the passes
             return outputs["loss"]
 
-        counted.step.increment_ready()
+        optimizer_progress.step.increment_ready()
         call._call_lightning_module_hook(trainer, "optimizer_step", trainer.current_epoch, number, optimizer, closure)
-        counted.step.increment_completed()
+        optimizer_progress.step.increment_completed()
         if not outputs:
             raise UserError(f"{type(module).__name__}.optimizer_step did not call its closure: it must call it once")
         self.passes.after_optimizer_step(step_batch, trainer)

@@ -36,7 +36,7 @@ def out_of_memory_advice(error: BaseException, step_batch: Any, layout: Layout) 
     at = "" if peak is None else f" at {peak / MIB:.0f} MiB"
     size = plural(layout.piece_size, "sample")
     wrong = f"step {step_batch.step + 1}: out of memory{at} in {plural(layout.pieces, 'piece')} of {size}"
-    finer = next(layout.finer(), None)
+    finer = next(layout.with_more_pieces(), None)
     if finer is None:
         return f"{wrong}: use a smaller batch_size, since {layout.batch_size} can't be cut finer"
     return f"{wrong}: pieces={finer.pieces} (accumulate_grad_batches={finer.accumulate}) takes less"

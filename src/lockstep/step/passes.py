@@ -23,13 +23,13 @@ Outputs = dict[str, Tensor]
 
 def one_by_one(count: int) -> Iterator[tuple[Action, int]]:
     """Yield the order of passes on one device: the backward pass of each micro-batch follows its forward pass."""
-    for number in range(count):
-        yield Action.FORWARD, number
-        yield Action.BACKWARD, number
+    for index in range(count):
+        yield Action.FORWARD, index
+        yield Action.BACKWARD, index
 
 
 class StepPasses:
-    """Compute the gradient of a step from its micro-batches.
+    """Compute the gradient of a step from its micro-batches; a micro-batch is one piece on this process.
 
     Args:
         gradients: sums the gradients of a step's pieces.
@@ -41,12 +41,12 @@ class StepPasses:
         self.gradients = gradients
         self.hooks = hooks
         self.seed = seed
-        self._restored: list[int | None] = []  # the grids of BatchNorm's exact sums, from a checkpoint
+        self._restored_exponents: list[int | None] = []  # from a checkpoint: grids of BatchNorm's exact sums
 
     @cached_property
     def statistics(self) -> BatchNormStats:
         """BatchNorm's running statistics; made at first use, when the module is on its device."""
-        return BatchNormStats(self.gradients, self._restored)
+        return BatchNormStats(self.gradients, self._restored_exponents)
 
     def run(
         self, trainer: Any, step_batch: StepBatch, forward: Callable[[Any], Any], backward: Callable[[Tensor], Any]
@@ -73,21 +73,21 @@ class StepPasses:
                 hook.before_step(step)
             statistics.begin(step_batch)
             gradients.begin(step_batch)
-            for action, number in step.strategy.schedule(step_batch.micro_batches):
+            for action, index in step.strategy.schedule(step_batch.micro_batches):
                 if action is Action.FORWARD:
-                    statistics.before()
-                    gradients.before_piece(number, step_batch)
-                    step.forward(number)
-                    statistics.after()
+                    statistics.before_forward()
+                    gradients.before_piece(index, step_batch)
+                    step.forward(index)
+                    statistics.after_forward()
                 else:
-                    step.backward(number)
+                    step.backward(index)
                     for hook in self.hooks:
-                        hook.after_piece(step, step_batch.micro_batches[number])
-                    gradients.collect(number, step_batch)
+                        hook.after_piece(step, step_batch.micro_batches[index])
+                    gradients.collect(index, step_batch)
             for hook in self.hooks:
                 hook.after_passes(step)
             statistics.finish(step_batch)
-            if due := gradients.reduce(step):  # maybe an earlier step, if its sum took until now
+            if due := gradients.reduce(step):  # this step, or an earlier one whose sum is applied only now
                 self.before_optimizer_step(due)
         except Exception as error:
             for hook in self.hooks:
@@ -112,7 +112,7 @@ class StepPasses:
             hook.after_optimizer_step(step)
 
     def flush(self) -> None:
-        """Wait for results that hooks have not read yet, such as the finite check of a GPU."""
+        """Let hooks read results that are still on the GPU, such as the check that all gradients are finite."""
         for hook in self.hooks:
             hook.flush()
 
@@ -124,14 +124,14 @@ class StepPasses:
         self.flush()
         gradients = self.gradients.state_dict()
         state: dict[str, Any] = {"gradients": gradients} if gradients else {}
-        if (exact := self.statistics.exact) is not None:
-            state["statistics"] = gather_exponents(self.gradients.strategy, exact.exponents, exact)
+        if (exact_sum := self.statistics.exact_sum) is not None:
+            state["statistics"] = gather_exponents(self.gradients.strategy, exact_sum.exponents, exact_sum)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint of any layout."""
         self.gradients.load_state_dict(state.get("gradients", {}))
-        self._restored = list(state.get("statistics", []))
+        self._restored_exponents = list(state.get("statistics", []))
 
 
 class Step:
@@ -178,31 +178,34 @@ class Step:
         """The losses of the micro-batches, in the order of their backward passes, without their graphs."""
         return [outputs["loss"] for outputs in self._outputs]
 
-    def forward(self, number: int) -> None:
-        """Run the forward pass of micro-batch `number`. Keep its graph until `backward`."""
-        micro_batch, strategy = self.batch.micro_batches[number], self.strategy
+    def forward(self, index: int) -> None:
+        """Run the forward pass of micro-batch `index`. Keep its graph until `backward`."""
+        micro_batch, strategy = self.batch.micro_batches[index], self.strategy
         batch = self._prepared(micro_batch)
-        loss, outputs = self._numbers(batch, micro_batch)
-        self._under_way[number] = batch, loss
-        if not strategy.numbers_come_later:
+        loss, outputs = self._training_step(batch, micro_batch)
+        self._under_way[index] = batch, loss
+        if not strategy.outputs_known_at_backward:
             self._outputs.append(outputs)
 
-    def backward(self, number: int) -> None:
-        """Run the backward pass of micro-batch `number`, with its loss weighted by its samples."""
-        micro_batch, strategy = self.batch.micro_batches[number], self.strategy
-        batch, loss = self._under_way.pop(number)
-        if strategy.numbers_come_later:
+    def backward(self, index: int) -> None:
+        """Run the backward pass of micro-batch `index`, with its loss weighted by its samples."""
+        micro_batch, strategy = self.batch.micro_batches[index], self.strategy
+        batch, loss = self._under_way.pop(index)
+        if strategy.outputs_known_at_backward:
             with torch.no_grad():
-                self._outputs.append(self._numbers(batch, micro_batch)[1])
+                self._outputs.append(self._training_step(batch, micro_batch)[1])
         self._differentiate(loss, micro_batch)
 
     def compute(self, micro_batch: MicroBatch) -> None:
         """Run both passes of a micro-batch that is not part of this step. Its loss and metrics are not recorded."""
-        loss, _ = self._numbers(self._prepared(micro_batch), micro_batch)
+        loss, _ = self._training_step(self._prepared(micro_batch), micro_batch)
         self._differentiate(loss, micro_batch)
 
     def without_data(self) -> "Step":
-        """Return a copy of this step with its numbers and sample ids only, for hooks that see its gradient later."""
+        """Return a copy of this step without its batches, for hooks that see its gradient later.
+
+        The sample ids, and what `training_step` returned, stay.
+        """
         micro_batches = [replace(each, batch=None, draws=None) for each in self.batch.micro_batches]
         step = Step(self.passes, self.trainer, replace(self.batch, micro_batches=micro_batches))
         step._outputs = self._outputs
@@ -225,24 +228,24 @@ class Step:
             if all(name in each for each in self._outputs)
         }
 
-    def _numbers(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
+    def _training_step(self, batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Outputs]:
         """Run `training_step` on a prepared batch, with the piece's seed. Return the loss and all numbers."""
         assert self._forward is not None
         with self.strategy.micro_batch(micro_batch, piece_seed(self.passes.seed, self.batch.step, micro_batch.piece)):
-            return numbers_of(self._forward(batch))
+            return outputs_of(self._forward(batch))
 
     def _differentiate(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Run the backward pass of a weighted loss."""
         assert self._backward is not None
         weight = 1.0
-        if not self.strategy.numbers_come_later:  # a stage gets a weighted gradient from the next stage
+        if not self.strategy.outputs_known_at_backward:  # otherwise the next stage sends a gradient that has the weight
             weight = self.passes.gradients.weight(micro_batch, self.batch)
         self._backward(loss if weight == 1 else loss * weight)
 
     def _prepared(self, micro_batch: MicroBatch) -> Any:
         """Return the batch for `training_step`: after mixup or cutmix, and the module's `on_after_batch_transfer`."""
         data, module = self.data, self.module
-        batch = data.finish(micro_batch)
+        batch = data.prepare(micro_batch)
         changes = [data.mix] if data.mixes else []
         if overrides_method(module, "on_after_batch_transfer", pl.LightningModule):
             changes.append(partial(module.on_after_batch_transfer, dataloader_idx=0))
@@ -259,7 +262,7 @@ def overrides_method(owner: Any, name: str, base: type) -> bool:
     return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
-def numbers_of(output: Any) -> tuple[Tensor, Outputs]:
+def outputs_of(output: Any) -> tuple[Tensor, Outputs]:
     """Split the result of `training_step` into its loss, with the graph, and all its numbers by name, detached.
 
     Args:
@@ -271,8 +274,8 @@ def numbers_of(output: Any) -> tuple[Tensor, Outputs]:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         returned = "a dict without a tensor 'loss'" if isinstance(output, Mapping) else type(output).__name__
-        right = "it must return the loss of every batch, or a dict with it under 'loss'"
-        raise UserError(f"training_step returned {returned}: {right}")
+        remedy = "it must return the loss of every batch, or a dict with it under 'loss'"
+        raise UserError(f"training_step returned {returned}: {remedy}")
     if loss.numel() != 1:
         raise UserError(f"training_step returned a loss of shape {list(loss.shape)}: it must be one number, the mean")
     numbers = {"loss": loss.detach().reshape(())}

@@ -32,18 +32,18 @@ class StepStrategy(Protocol):
 
     Attributes:
         staged: whether each process has another part of the network and sees all samples.
-        numbers_come_later: whether a piece's loss is only known when its backward pass is due. `training_step` is then
-            run again, without gradients.
+        outputs_known_at_backward: whether a piece's loss is only known when its backward pass is due. `training_step`
+            is then run again, without gradients.
         hooks: the hooks of the trainer's steps.
     """
 
     staged: bool
-    numbers_come_later: bool
+    outputs_known_at_backward: bool
     hooks: Sequence[StepHook]
 
     @property
-    def outdated(self) -> bool:
-        """True if other parameters are trained than when the strategy was set up."""
+    def trained_parameters_changed(self) -> bool:
+        """True if parameters were frozen or unfrozen since the strategy was set up."""
 
     @property
     def root_device(self) -> torch.device:
@@ -58,7 +58,7 @@ class StepStrategy(Protocol):
         """The optimizers; a run has one."""
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of a step's micro-batches in order, each with the number of its micro-batch."""
+        """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch."""
 
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward pass, with the device's generators seeded by `seed`."""
@@ -104,11 +104,11 @@ class StepData(Protocol):
     def mix(self, batch: Any) -> Any:
         """Return a piece's batch with its samples mixed."""
 
-    def finish(self, micro_batch: MicroBatch) -> Any:
+    def prepare(self, micro_batch: MicroBatch) -> Any:
         """Return the batch of a micro-batch for `training_step`: augmented and normalised."""
 
     def fetch_piece(self, step_batch: StepBatch, piece: int, device: int) -> MicroBatch:
-        """Fetch one piece of a step for a device of this process, which is numbered over all nodes."""
+        """Fetch one piece of a step. `device` is one of this process; devices are counted over all nodes."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to a device."""

@@ -18,10 +18,10 @@ class Strategy:
     """The base class of the strategies in conf/strategy/, which name them by `_target_`.
 
     Args:
-        shares: relative number of pieces of each device, in rank order; None: even.
+        shares: relative number of pieces of each device, in rank order; None: equal shares.
 
     Attributes:
-        shares: as given; empty: even.
+        shares: the argument; empty: equal shares.
         compression: compression of the gradients that are sent.
         staged: whether each device has a part of the network, and every piece passes all parts.
 
@@ -37,7 +37,7 @@ class Strategy:
         if any(share <= 0 for share in self.shares):
             raise ValueError(f"shares={list(self.shares)}: must be above 0")
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return the layout's `strategy` name on `devices` devices over all nodes."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class DDP(Strategy):
     """A process per device.
 
     Args:
-        shares: relative number of pieces of each device, in rank order; None: even.
+        shares: relative number of pieces of each device, in rank order; None: equal shares.
         sync_batchnorm: compute BatchNorm over the pieces that run at the same time (GPU only).
         compression: compression of the gradients that are sent: `none`, `bf16`, `fp16` or `powersgd`.
     """
@@ -92,7 +92,7 @@ class DDP(Strategy):
         self.sync_batchnorm = sync_batchnorm
         self.compression = compression
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `ddp`."""
         return "ddp"
 
@@ -151,7 +151,7 @@ class DDP(Strategy):
 class Auto(DDP):
     """One device without a wrapper; several devices as with `DDP`."""
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `single` for one device, else `ddp`."""
         return "ddp" if devices > 1 else "single"
 
@@ -168,10 +168,10 @@ class DP(Strategy):
     """One process that deals the pieces to several devices.
 
     Args:
-        shares: relative number of pieces of each device; None: even.
+        shares: relative number of pieces of each device; None: equal shares.
     """
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         """Return `dp`."""
         return "dp"
 

@@ -37,18 +37,18 @@ class PieceStrategy(Strategy):
 
     Attributes:
         staged: whether each process has another part of the network and sees all samples.
-        numbers_come_later: whether a piece's loss is only known when its backward pass is due.
+        outputs_known_at_backward: whether a piece's loss is only known when its backward pass is due.
         hooks: the hooks of the trainer's steps.
         substitute: the object that computes in the module's place; see `computing_with`.
     """
 
     staged = False
-    numbers_come_later = False
+    outputs_known_at_backward = False
     hooks: Sequence[StepHook] = ()
     substitute: Any = None
 
     def schedule(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Action, int]]:
-        """Yield the passes of a step's micro-batches in order, each with the number of its micro-batch."""
+        """Yield the passes of a step's micro-batches in order, each with the index of its micro-batch."""
         return one_by_one(len(micro_batches))
 
     @contextmanager
@@ -62,8 +62,8 @@ class PieceStrategy(Strategy):
         seed_device(seed, self.root_device)
 
     @property
-    def outdated(self) -> bool:
-        """True if other parameters are trained than when the strategy was set up."""
+    def trained_parameters_changed(self) -> bool:
+        """True if parameters were frozen or unfrozen since the strategy was set up."""
         return False
 
     def start_reducer(self, first: bool) -> None:
@@ -96,10 +96,11 @@ class PieceStrategy(Strategy):
             args: its arguments.
             kwargs: its keyword arguments.
         """
-        return getattr(self._computing, name)(*args, **kwargs)
+        return getattr(self._module_to_run, name)(*args, **kwargs)
 
     @property
-    def _computing(self) -> Any:
+    def _module_to_run(self) -> Any:
+        """The module, or the object that computes in its place; see `computing_with`."""
         return self.substitute or self.lightning_module
 
     @contextmanager

@@ -34,8 +34,8 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         super().__init__()
         self._compression = compression
         self._sync_batchnorm = sync_batchnorm
-        self._syncs = False  # whether DDP's reducer is active
-        self._before: list[Any] = []  # the states of all gradients when it was started
+        self._reducer_active = False
+        self._grads_at_start: list[Any] = []  # address and version of each gradient when the reducer was started
         self._inside = False  # whether a micro-batch's forward pass runs, in which collectives are refused
         self._parameters: list[Parameter] = []
         self._trained: list[bool] = []
@@ -48,7 +48,8 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self._parameters = list(module.parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         device_ids = self.determine_ddp_device_ids()
-        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):  # torch's notes on CUDA
+        # a side stream, as in Lightning: torch's notes on CUDA ask for it, so that DDP can be captured in a graph
+        with nullcontext() if device_ids is None else torch.cuda.stream(torch.cuda.Stream()):
             ddp = FixedBucketsDDP(
                 module,
                 device_ids=device_ids,
@@ -67,7 +68,7 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         self.model = ddp
 
     @property
-    def outdated(self) -> bool:
+    def trained_parameters_changed(self) -> bool:
         """True if parameters were frozen or unfrozen since the module was wrapped."""
         return [parameter.requires_grad for parameter in self._parameters] != self._trained
 
@@ -77,23 +78,23 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
         Args:
             first: whether these are the first passes of a step. If not, the gradients of earlier passes are added.
         """
-        self._before = [None if first else _state(p.grad) for p in self._parameters]
-        self._syncs = True
+        self._grads_at_start = [None if first else _state(p.grad) for p in self._parameters]
+        self._reducer_active = True
 
     def finish_reducer(self) -> None:
-        """Check after the backward pass that it reached all trained parameters.
+        """Check that the backward pass has produced a gradient for every trained parameter.
 
-        A gradient that it reached was written to and moved to a bucket.
+        DDP writes each of them to a bucket, so the gradient's address or version changes.
 
         Raises:
-            UserError: a gradient is unchanged.
+            UserError: a trained parameter's gradient has not changed.
         """
-        self._syncs = False
-        pairs = zip(self._parameters, self._before, strict=True)
-        if missing := {id(p) for p, left in pairs if p.requires_grad and _state(p.grad) == left}:
+        self._reducer_active = False
+        pairs = zip(self._parameters, self._grads_at_start, strict=True)
+        if missing := {id(p) for p, at_start in pairs if p.requires_grad and _state(p.grad) == at_start}:
             names = join_names(name for name, p in self._module.named_parameters() if id(p) in missing)
-            right = "use them in every training_step, or freeze them by requires_grad_(False)"
-            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {right}")
+            remedy = "use them in every training_step, or freeze them by requires_grad_(False)"
+            raise UserError(f"strategy=ddp: no gradient has reached {names} in a step's last piece: {remedy}")
 
     @contextmanager
     def micro_batch(self, micro_batch: MicroBatch, seed: int) -> Iterator[None]:
@@ -108,17 +109,18 @@ class DistributedDataParallel(PieceStrategy, DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step`: through DDP if its reducer is active, else on the plain module.
 
-        DDP's second forward pass communicates with all ranks (it rebuilds buckets), but one may have no sample.
+        A forward pass through DDP may communicate with all ranks: the second one rebuilds the buckets. A rank without a
+        sample makes no forward pass, so the others would wait for it.
         """
-        if self._syncs:
+        if self._reducer_active:
             return DDPStrategy.training_step(self, *args, **kwargs)
         return super().training_step(*args, **kwargs)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a value over ranks, with means of integers in float64.
 
-        Lightning rounds the mean of integers: 18 samples on 4 ranks would give 4, and means of
-        `self.log(..., sync_dist=True)`, which are divided by it, would be too large (Lightning #21859).
+        Lightning truncates the mean of integers: that of 18 samples on 4 ranks would be 4, not 4.5. The means of
+        `self.log(..., sync_dist=True)` are divided by it, so they would be too large (Lightning #21859).
         """
         self._refuse_inside("log with sync_dist=True")
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):

@@ -32,7 +32,7 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         devices: the devices, in the order in which a step's pieces are dealt to them. The module is on the first one.
 
     Attributes:
-        devices: as given.
+        devices: the argument.
     """
 
     def __init__(self, devices: list[torch.device]) -> None:
@@ -81,8 +81,8 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
         """
         if name != "training_step":
             return super().call(name, *args, **kwargs)
-        module, device = self._computing, self.current_device
-        copy = self._current > 0  # logical devices get copies, as CUDA devices do
+        module, device = self._module_to_run, self.current_device
+        copy = self._current > 0  # between logical devices on the CPU `to` would not copy; between CUDA devices it does
         parameters = {key: p.to(device, copy=copy, non_blocking=True) for key, p in module.named_parameters()}
         buffers = dict(module.named_buffers())
         copies = {key: buffer.to(device, copy=True, non_blocking=True) for key, buffer in buffers.items()}
@@ -91,12 +91,12 @@ class DataParallel(PieceStrategy, SingleDeviceStrategy):
             TrainingStep(proxy(module, OnDevice)), tensors, _moved(args, device), _moved(kwargs, device)
         )
         for key, buffer in buffers.items():
-            left = tensors[f"module.{key}"]
-            if left is copies[key]:
-                buffer.copy_(left)
+            after = tensors[f"module.{key}"]
+            if after is copies[key]:
+                buffer.copy_(after)
             else:  # the piece has replaced the buffer
                 owner, _, attribute = key.rpartition(".")
-                setattr(module.get_submodule(owner), attribute, left.detach().to(self.root_device))
+                setattr(module.get_submodule(owner), attribute, after.detach().to(self.root_device))
         return _moved(output, self.root_device)
 
 
@@ -113,7 +113,7 @@ class TrainingStep(nn.Module):
 
 
 class OnDevice:
-    """A base class that `proxy` puts before a module's class: `device` is the current piece's."""
+    """A mixin for `proxy`: the module's `device` is that of the current piece, and `log` works on every device."""
 
     trainer: Any
 

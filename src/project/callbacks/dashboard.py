@@ -33,7 +33,7 @@ class Dashboard(Callback):
         headline: step, layout and length of the run.
     """
 
-    changes_weights = False
+    changes_weights = False  # so a record of what decides the weights leaves this callback out
 
     def __init__(self, config: Mapping[str, Any], headline: str) -> None:
         self._config = config
@@ -66,7 +66,7 @@ class Dashboard(Callback):
             self._step = {"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm}
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if not (self._meter.fresh and trainer.is_global_zero):
+        if not (self._meter.just_measured and trainer.is_global_zero):
             return
         with exclude_from_timing(trainer):
             shown = {**self._meter.latest, **{tag: float(value) for tag, value in self._step.items()}}

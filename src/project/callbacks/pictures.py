@@ -37,7 +37,7 @@ class Pictures(Callback):
         seconds: least time between two validations that are drawn.
     """
 
-    changes_weights = False
+    changes_weights = False  # so a record of what decides the weights leaves this callback out
 
     def __init__(self, seconds: float = 60.0) -> None:
         self._seconds, self._next = seconds, time.monotonic() + seconds  # time from which a validation is drawn
@@ -46,7 +46,7 @@ class Pictures(Callback):
         self._confusion: MulticlassConfusionMatrix
         self._mistakes: Mistakes
 
-    def _listen(self, trainer: Any, pl_module: LightningModule) -> None:
+    def _start_counting(self, trainer: Any, pl_module: LightningModule) -> None:
         if trainer.sanity_checking or not boards(trainer):
             return
         data = trainer.datamodule
@@ -66,12 +66,12 @@ class Pictures(Callback):
         if self._hook is None or not isinstance(batch, tuple | list) or len(batch) != 2:
             return
         x, y = batch
-        is_this_batch = seen_images is x and not trainer.datamodule.stand_in(_split(trainer))
+        is_this_batch = seen_images is x and not trainer.datamodule.has_no_samples(_split(trainer))
         if is_this_batch and _classified(x, logits, y, self._confusion.num_classes):
             self._confusion.update(logits, y)
             self._mistakes.add(x, logits, y)
 
-    def _leave(self, *args: Any, **kwargs: Any) -> None:
+    def _remove_hook(self, *args: Any, **kwargs: Any) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook, self._seen = None, (None, None)
@@ -79,12 +79,12 @@ class Pictures(Callback):
     def _finish(self, trainer: Any, pl_module: LightningModule) -> None:
         if self._hook is None:
             return
-        self._leave()
+        self._remove_hook()
         split, step, data = _split(trainer), trainer.global_step, trainer.datamodule
         with exclude_from_timing(trainer):
             confusion = self._confusion.compute().cpu()
-            sure = split == "test" or (data.splits.test is None and is_last_step(trainer))
-            drawn = sure or trainer.strategy.broadcast(time.monotonic() >= self._next)
+            last = split == "test" or (data.splits.test is None and is_last_step(trainer))
+            drawn = last or trainer.strategy.broadcast(time.monotonic() >= self._next)
             if drawn and data.layout.replicas > 1:
                 self._mistakes.gather()
             if not trainer.is_global_zero or not confusion.any():
@@ -107,10 +107,10 @@ class Pictures(Callback):
                     board.experiment.add_figure(f"wrong/{split}_{name}", made, step)
                 self._next = time.monotonic() + self._seconds
 
-    on_validation_start = on_test_start = _listen
+    on_validation_start = on_test_start = _start_counting
     on_validation_batch_end = on_test_batch_end = _count
     on_validation_end = on_test_end = _finish
-    on_exception = _leave
+    on_exception = _remove_hook
 
 
 def _matrix(confusion: Tensor, classes: Sequence[str], title: str) -> Any:
@@ -153,13 +153,13 @@ class Mistakes:
     def add(self, x: Tensor, logits: Tensor, y: Tensor) -> None:
         """Add n samples: normalised images x [n, c, h, w], logits or log-probabilities [n, classes], labels y [n]."""
         logs = logits.detach().double().log_softmax(dim=1)
-        sure, predictions = logs.max(dim=1)
+        top_logs, predictions = logs.max(dim=1)
         losses = (-logs.gather(1, y[:, None])[:, 0]).where(predictions != y, -1.0)
         indices = losses.topk(min(self._most, len(y))).indices
         mean, std = (x.new_tensor(moments).view(-1, 1, 1) for moments in (self._spec.mean, self._spec.std))
         pixels = ((x[indices] * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
         images = pixels.permute(0, 2, 3, 1).cpu().numpy()
-        facts = (part[indices].tolist() for part in (losses, y, predictions, sure.exp()))
+        facts = (part[indices].tolist() for part in (losses, y, predictions, top_logs.exp()))
         self.worst = self._worst(self.worst + [each for each in zip(*facts, images, strict=True) if each[0] >= 0])
 
     def gather(self) -> None:
@@ -172,9 +172,9 @@ class Mistakes:
         made = figure(max(HEIGHT, 0.25 + rows), title)
         for axes in made.subplots(rows, COLUMNS, squeeze=False).flat:
             axes.axis("off")
-        for axes, (_, label, predicted, sure, image) in zip(made.axes, self.worst, strict=False):
+        for axes, (_, label, predicted, probability, image) in zip(made.axes, self.worst, strict=False):
             axes.imshow(image[..., : 3 if image.shape[-1] >= 3 else 1], cmap="gray", vmin=0, vmax=255)
-            caption = f"{self.classes[predicted][:NAME]} {sure:.0%}\nis {self.classes[label][:NAME]}"
+            caption = f"{self.classes[predicted][:NAME]} {probability:.0%}\nis {self.classes[label][:NAME]}"
             axes.set_title(caption, fontsize=8, y=-0.55)
         return made
 

@@ -158,7 +158,9 @@ def test_a_changed_weight_is_named(run: Path, tmp_path: Path) -> None:
     forged(folder, folder, lambda lines: at(lines, 25).update(hashes(changed)))
     code, said = verified(folder, "steps=[20,25,30]")
     assert "steps 15 to 20: the same bits" in said
-    differs = r"error: .*step 25 differs from its ledger: other weights; first [\w.]+ in 1 of \d+ elements, by "
+    differs = (
+        r"error: .*step 25 differs from its ledger: other weights; first difference: [\w.]+ in 1 of \d+ elements, by "
+    )
     assert re.search(differs, said), said
     assert code == 1
 
@@ -197,7 +199,7 @@ def test_a_run_without_exact_on_its_own_layout(run_train: Program) -> None:
     assert (code, "after step 24 the run changed: max_epochs: 2 -> 3" in said) == (0, True), said
     for wanted, why in {
         "steps=[23]": "has no line at 23: the nearest are 20, 24, 25",
-        "steps=[30]": "after step 0, the nearest with a checkpoint, the run's config changed",
+        "steps=[30]": "training would start at step 0, and the run's config changed in between",
         "steps=x": "steps=x: must be",
         "run=nowhere": "run=nowhere has no ledger.jsonl",
     }.items():

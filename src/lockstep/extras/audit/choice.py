@@ -53,11 +53,11 @@ def verdict(results: Sequence[tuple[int, Hashable]]) -> tuple[list[int], bool]:
         The devices with a wrong result (all devices if no result is right), and whether any device's last result is
         wrong.
     """
-    came = Counter(result for _, result in results)
-    agreed = Counter(result for _, result in set(results))
-    (most, times), *others = sorted(((agreed[result], came[result]) for result in came), reverse=True)
-    unique = times > 1 and (most, times) not in others
-    right = [result for result in came if unique and (agreed[result], came[result]) == (most, times)]
+    times = Counter(result for _, result in results)  # how often each result was computed
+    devices = Counter(result for _, result in set(results))  # on how many devices
+    (most, often), *others = sorted(((devices[result], times[result]) for result in times), reverse=True)
+    unique = often > 1 and (most, often) not in others
+    right = [result for result in times if unique and (devices[result], times[result]) == (most, often)]
     wrong = {device for device, result in results if right != [result]}
     last = dict(results)
     return sorted(wrong), any(right != [last[device]] for device in wrong)

@@ -62,7 +62,7 @@ class AuditHook(StepHook):
         self.choice: Choice | None = None  # of the current step
         self._start: dict[str, Tensor] = {}  # the module's buffers before the current step
         self._first: Digests | None = None  # the owner's result; only on the owner's rank
-        self._right: dict[int, int] = {}  # by device: the step up to which its results were right
+        self._right_up_to: dict[int, int] = {}  # by device: the step up to which its results were right
         self._devices = range(layout.num_devices)
         self._local_devices = {environment().rank} if layout.replicas > 1 else set(self._devices)
 
@@ -71,7 +71,7 @@ class AuditHook(StepHook):
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
         self.choice, self._first = choose_piece(self.share, self.seed, step.number, sizes, self.layout), None
-        self._right = self._right or dict.fromkeys(self._devices, step.number)
+        self._right_up_to = self._right_up_to or dict.fromkeys(self._devices, step.number)
         self._start = copy_buffers(step.module) if self.choice else {}
 
     def after_piece(self, step: Step, micro_batch: MicroBatch) -> None:
@@ -90,16 +90,16 @@ class AuditHook(StepHook):
 
         def computed(devices: Sequence[int]) -> list[tuple[int, Digests]]:
             mine = [device for device in devices if device in self._local_devices]
-            return [(device, digests(self._again(step, piece, device))) for device in mine]
+            return [(device, digests(self._compute_again(step, piece, device))) for device in mine]
 
         first = [] if self._first is None else [(owner, self._first)]
         results = _gather_flat(first + computed([auditor]))
         one, other = (result for _, result in results)
         if one == other:
             self.pieces += 1
-            self._right |= dict.fromkeys((owner, auditor), step.number + 1)
+            self._right_up_to |= dict.fromkeys((owner, auditor), step.number + 1)
             return
-        wrong, still = verdict(results + _gather_flat(computed(self.choice.devices)))
+        wrong, permanent = verdict(results + _gather_flat(computed(self.choice.devices)))
         names = [name for name, p in step.module.named_parameters() if p.requires_grad]
         odd = [name for name, a, b in zip(names, one, other, strict=True) if a != b]
         places = dict(
@@ -107,11 +107,11 @@ class AuditHook(StepHook):
         )
         who = " or ".join(places[device] for device in wrong)
         what = join_names(odd, 1) + f" ({len(odd)} of {plural(len(names), 'tensor')})"
-        how = "twice" if still else "once; it was right the second time"
-        right = min(self._right[device] for device in wrong) if still else step.number
+        how = "twice" if permanent else "once; it was right the second time"
+        good_step = min(self._right_up_to[device] for device in wrong) if permanent else step.number
         text = f"step {step.number + 1}, piece {piece}: {who} computed a wrong gradient of {what}, {how}"
-        error = WrongGradient(f"{text}; the step was not applied, and checkpoints up to step {right} are good")
-        error.without, error.last_good_step = tuple(wrong), right
+        error = WrongGradient(f"{text}; the step was not applied, and checkpoints up to step {good_step} are good")
+        error.suspects, error.last_good_step = tuple(wrong), good_step
         raise error
 
     def on_error(self, step: Step, error: Exception) -> None:
@@ -123,7 +123,7 @@ class AuditHook(StepHook):
         if isinstance(error, CorruptMessage):
             raise diagnose_links(error, step.number, step.strategy.root_device) from None
 
-    def _again(self, step: Step, piece: int, device: int) -> Gradients:
+    def _compute_again(self, step: Step, piece: int, device: int) -> Gradients:
         """Compute a piece again on a device of this process, with the buffers that the step began with."""
         with restoring_module(step, self._start):
             step.compute(step.data.fetch_piece(step.batch, piece, device))
@@ -210,7 +210,7 @@ def diagnose_links(damaged: CorruptMessage, step: int, device: torch.device) -> 
     elif links:
         diagnosis = "what rank {} sends to rank {} is damaged again".format(*links[0])
     error = WrongGradient(f"{damaged}; {diagnosis}")
-    error.without, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
+    error.suspects, error.last_good_step = odd or (links[0] if links else tuple(range(world))), step
     return error
 
 

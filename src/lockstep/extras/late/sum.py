@@ -21,7 +21,7 @@ class LateSum(WrappedGradientSum):
     """Wraps a gradient sum and applies its sums `steps` steps later.
 
     Attributes:
-        line: the sums that are started but not applied yet, with their steps; the oldest first.
+        queue: the sums that are started but not applied yet, with their steps; the oldest first.
     """
 
     def __init__(self, inner: GradientSum, steps: int) -> None:
@@ -29,40 +29,40 @@ class LateSum(WrappedGradientSum):
         self.options.uses_reducer = False
         self.options.sums_at_once = steps + 1
         self.steps = steps
-        self.line: deque[tuple[StartedSum, Step]] = deque()
+        self.queue: deque[tuple[StartedSum, Step]] = deque()
 
     def reduce(self, step: Step) -> Step | None:
-        self.line.append((self.start(step.batch), step.without_data()))
-        return self.apply_next() if len(self.line) > self.steps else None
+        self.queue.append((self.start(step.batch), step.without_data()))
+        return self.apply_next() if len(self.queue) > self.steps else None
 
     def apply_next(self) -> Step:
         """Put the oldest sum into the parameters' `.grad`. Return its step."""
-        started, step = self.line.popleft()
+        started, step = self.queue.popleft()
         self.apply(started)
         return step
 
     def wait(self) -> None:
         """Wait for the sum that is applied next, so that later sums have the network for themselves."""
-        if len(self.line) == self.steps:
-            _ = self.line[0][0].result
+        if len(self.queue) == self.steps:
+            _ = self.queue[0][0].result
 
     @property
     def waiting(self) -> int:
-        return len(self.line)
+        return len(self.queue)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner sum's state and the sums that are not applied yet."""
-        return {**self.inner.state_dict(), "waiting": [self._saved(*each) for each in self.line]}
+        return {**self.inner.state_dict(), "waiting": [self._saved(*each) for each in self.queue]}
 
     def _saved(self, started: StartedSum, step: Step) -> dict[str, Any]:
-        gradients, bounds = started.result
+        gradients, maxima = started.result
         if not all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None):
             self.apply(started)
             step.passes.before_optimizer_step(step)
             step.passes.flush()
         names = {id(p): name for name, p in step.module.named_parameters()}
         named = {names[id(p)]: g for p, g in zip(started.parameters, gradients, strict=True) if g is not None}
-        return {"step": step.number, "gradients": named, "bounds": bounds}
+        return {"step": step.number, "gradients": named, "bounds": maxima}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rest = {name: value for name, value in state.items() if name != "waiting"}
@@ -75,13 +75,13 @@ class LateSum(WrappedGradientSum):
         self.inner.load_state_dict(rest)
         trainer = self.strategy.lightning_module.trainer
         parameters = dict(self.strategy.lightning_module.named_parameters())
-        self.line.clear()
+        self.queue.clear()
         for saved in waiting:
             values = {parameters[name]: gradient for name, gradient in saved["gradients"].items()}
             started = StartedSum(list(values), lambda: ([], []))
             started.result = [torch.empty_like(p).copy_(gradient) for p, gradient in values.items()], saved["bounds"]
             batch = StepBatch([], samples=0, num_nonempty=0, epoch=0, step=saved["step"], all_ranks_have_data=True)
-            self.line.append((started, Step(trainer.fit_loop.epoch_loop.passes, trainer, batch)))
+            self.queue.append((started, Step(trainer.fit_loop.epoch_loop.passes, trainer, batch)))
 
 
 class LateSteps(StepHook):

@@ -26,16 +26,17 @@ from lockstep.run.provenance import code_sha256, git_info, versions
 from lockstep.run.summary import weights_sha256
 
 LOG = logging.getLogger("lockstep")
-NAME = "ledger.jsonl"
+LEDGER_FILE = "ledger.jsonl"
 ENCODING = "latin-1"  # decodes any bytes; lines that Lockstep writes are ASCII
-MOST = 1 << 28  # most bytes of a ledger to read: half a million lines
+MAX_BYTES = 1 << 28  # a larger file is refused as too long for a ledger; this is about half a million lines
 # Keys of train.yaml that do not affect the bits of the weights. For the layout see `decisive_config`.
-BESIDE = (
+NOT_DECISIVE = (
     *("name", "outputs", "data_dir", "num_workers", "logger", "sweep"),
     *("devices", "num_nodes", "accumulate_grad_batches", "max_restarts", "elastic"),
     *("hang_timeout", "log_every", "checkpoint_every", "checkpoint_keep", "resume"),
 )
-# The parts of a checkpoint, beside the weights, that affect the next step: of Lightning, its loss scaler and EMA.
+# The parts of a checkpoint other than the weights that affect the next step. The last three are those of Lightning's
+# loss scaler and of EMA.
 STATE = ("optimizer_states", "lr_schedulers", "MixedPrecision", "current_model_state", "averaging_state")
 
 
@@ -51,11 +52,12 @@ class LedgerFile:
     def __init__(
         self, folder: Path, config: Config, splits: Splits, resumed: Mapping[str, Any], weights: Mapping[str, Any]
     ) -> None:
-        self._path = folder / NAME
+        self._path = folder / LEDGER_FILE
         self._order = splits.order(config.layout, config.seed)
         self._about: dict[str, Any] = {"config": decisive_config(config), "data": splits.fingerprint}
         self._about |= {"data_dir": config.data_dir, "samples": len(splits.train)}
-        self._base: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
+        # the ledger line that the resumed checkpoint stores; empty: none
+        self._resumed_line: str = resumed.get("ledger", "") if isinstance(resumed.get("ledger"), str) else ""
         self._opening = {"step": resumed.get("global_step", 0), "since": resumed.get("global_step", 0)}
         self._opening |= hashes(resumed) if resumed else {"weights_sha256": weights_sha256(weights)}
         self._last: dict[str, Any] | None = None  # the last line; None until the file is repaired
@@ -63,14 +65,14 @@ class LedgerFile:
         self._begin = self._end = 0  # the last line's bytes in the file
 
     def before_write(self, checkpoint: dict[str, Any]) -> None:
-        """Add the line that `after_write` will write to a checkpoint, under `ledger`."""
-        before, step = self.repair(), checkpoint["global_step"]
-        again = before["step"] == step and not self._changed  # a second checkpoint of a step replaces the first
+        """Store in the checkpoint, under `ledger`, the line that `after_write` will append to the file."""
+        previous, step = self.repair(), checkpoint["global_step"]
+        again = previous["step"] == step and not self._changed  # a second checkpoint of a step replaces the first
         self._end = self._begin if again else self._end
-        since = before["since"] if again else before["step"]
-        chain = before["before"] if again else line_sha256(text_of(before))
-        line = {"step": step, "since": since, "before": chain, **hashes(checkpoint)}
-        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._facts(again, before)}
+        since = previous["since"] if again else previous["step"]
+        previous_sha256 = previous["before"] if again else line_sha256(text_of(previous))
+        line = {"step": step, "since": since, "before": previous_sha256, **hashes(checkpoint)}
+        line |= {"samples_sha256": samples_sha256(self._order, since, step), **self._facts(again, previous)}
         self._last, self._changed = line, False
         checkpoint["ledger"] = text_of(line)
 
@@ -89,11 +91,11 @@ class LedgerFile:
             return self._last
         self._about |= {**git_info(), "code_sha256": code_sha256(), "versions": versions()}
         lines = read(self._path) if self._path.exists() else []
-        base = parse_line(self._base) if self._base else {}
-        ends = [line for line in lines if line == self._base or line_sha256(line) == base.get("before")]
-        if base.get("step") == self._opening["step"] and ends:
+        resumed = parse_line(self._resumed_line) if self._resumed_line else {}
+        ends = [line for line in lines if line == self._resumed_line or line_sha256(line) == resumed.get("before")]
+        if resumed.get("step") == self._opening["step"] and ends:
             valid_lines = lines[: lines.index(ends[-1]) + 1]
-            valid_lines += [self._base] * (valid_lines[-1] != self._base)
+            valid_lines += [self._resumed_line] * (valid_lines[-1] != self._resumed_line)
             last_about: dict[str, Any] = next(
                 (about for line in reversed(valid_lines) if (about := parse_line(line).get("about"))), {}
             )
@@ -102,16 +104,18 @@ class LedgerFile:
             opening = {**self._opening, "before": None, **self._facts(False, {}, opens=True)}
             valid_lines = [text_of(opening)]
             if self._opening["step"]:
-                LOG.warning("%s has no lines up to step %d: a new ledger begins there", NAME, self._opening["step"])
+                LOG.warning(
+                    "%s has no lines up to step %d: a new ledger begins there", LEDGER_FILE, self._opening["step"]
+                )
         self._end = sum(len(line) + 1 for line in valid_lines[:-1])
         self._write(self._end, valid_lines[-1])
         self._last = parse_line(valid_lines[-1])
         return self._last
 
-    def _facts(self, again: bool, before: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
+    def _facts(self, again: bool, previous: Mapping[str, Any], opens: bool = False) -> dict[str, Any]:
         """Return the config's hash, and `_about` if the file does not have it yet."""
         facts: dict[str, Any] = {"about": self._about} if opens or self._changed else {}
-        facts |= {"about": before["about"]} if again and "about" in before else {}
+        facts |= {"about": previous["about"]} if again and "about" in previous else {}
         return {"config_sha256": config_sha256(self._about["config"]), **facts}
 
     def _write(self, at: int, line: str) -> None:
@@ -142,7 +146,7 @@ class RepairLedger(Callback):
 def decisive_config(config: Config) -> dict[str, Any]:
     """Return the part of the resolved config that affects the weights' bits. Without `exact` it has the layout too."""
     layout, record = config.layout, config.record
-    decisive = {key: value for key, value in record.items() if key not in BESIDE}
+    decisive = {key: value for key, value in record.items() if key not in NOT_DECISIVE}
     callbacks = {name: options for name, options in config.callbacks.items() if options and _may_change(name, options)}
     sync = record["strategy"].get("sync_batchnorm", False)
     strategy = {"sync_batchnorm": sync, "compression": config.strategy.compression}
@@ -178,11 +182,11 @@ def read(path: Path) -> list[str]:
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            content = file.read(MOST + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: can't be read ({error.strerror})") from error
-    if len(content) > MOST:
-        raise UserError(f"{path} is too long for a ledger: it must have at most {MOST >> 20} MiB")
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path} is too long for a ledger: it must have at most {MAX_BYTES >> 20} MiB")
     return content.decode(ENCODING).split("\n")[:-1]
 
 

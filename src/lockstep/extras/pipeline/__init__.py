@@ -23,7 +23,7 @@ class Pipeline(Strategy):
         super().__init__()
         self.split = split
 
-    def name_on(self, devices: int) -> str:
+    def layout_name(self, devices: int) -> str:
         return "pipeline"
 
     def conflicts(self, config: Any) -> Iterable[tuple[str, str, str]]:

@@ -39,7 +39,7 @@ from lockstep.step.protocols import Action
 from lockstep.strategies.base import PieceStrategy, T, generators, proxy
 
 LOG = logging.getLogger("lockstep")
-MEASURED = 3  # passes whose fastest is used
+TIMED_PASSES = 3  # the fastest of these counts
 HEADER = 1 << 13  # bytes for a tensor's dtype, shape and strides, and the generators' states (5,056 on the host)
 MAX_IN_FLIGHT = 2  # most unfinished sends to one rank
 ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd reach both ends of a frozen stage, too
@@ -67,8 +67,8 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         self._first = False
         self._rank_of: dict[int, int] = {}  # by id of a parameter, buffer or layer
         self._names: dict[str, int] = {}  # by name of a parameter or buffer
-        self._sent: dict[int, deque[Any]] = defaultdict(deque)
-        self._back: Any = None  # the process group for sends towards the first stage
+        self._sends: dict[int, deque[Any]] = defaultdict(deque)
+        self._group_back: Any = None  # the process group for sends towards the first stage
         self._step = ""  # the name of the module's step method that is running
         self._calls = 0  # calls of forward() in it
 
@@ -80,7 +80,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
     def _setup_model(self, model: nn.Module) -> Any:
         if self._stage is None:
             self._cut(model)
-            self.numbers_come_later = self.global_rank > 0
+            self.outputs_known_at_backward = self.global_rank > 0
             self._first = self.global_rank == self.world_size - 1
             self.precision_plugin = proxy(self.precision_plugin, _ClipsAllStages)
             vars(self.precision_plugin)["strategy"] = self
@@ -120,7 +120,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
                     parameter.register_hook(partial(_refuse, name))
                 parameter.data = parameter.new_full((), math.nan).expand(parameter.shape)
         if self.root_device.type == "cuda":  # in one group, NCCL's sends of both directions would wait for each other
-            self._back = dist.new_group()
+            self._group_back = dist.new_group()
         if self.is_global_zero:
             LOG.info("%d parts, stages begin with part %s", len(parts), ", ".join(map(str, [0, *starts])))
 
@@ -137,7 +137,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             x = y = self._example(model)
             wanted = model.forward(x.clone())
             try:
-                for _ in range(MEASURED):
+                for _ in range(TIMED_PASSES):
                     y = x.clone()
                     for at, part in enumerate(parts):
                         start = time.perf_counter()
@@ -174,12 +174,12 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         """Yield the passes of 1F1B: a stage with r stages after it is r pieces ahead."""
         count = len(micro_batches)
         ahead = min(self.global_rank, count)
-        for number in range(count):
-            yield Action.FORWARD, number
-            if number >= ahead:
-                yield Action.BACKWARD, number - ahead
-        for number in range(count - ahead, count):
-            yield Action.BACKWARD, number
+        for index in range(count):
+            yield Action.FORWARD, index
+            if index >= ahead:
+                yield Action.BACKWARD, index - ahead
+        for index in range(count - ahead, count):
+            yield Action.BACKWARD, index
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method of the module.
@@ -190,7 +190,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         self._step, self._calls = name, 0
         try:
             output = getattr(proxy(self.lightning_module, _StagedForward), name)(*args, **kwargs)
-        except _Left as left:
+        except _StepLeft as left:
             return left.args[0]
         if not self._calls:
             raise UserError(f"strategy=pipeline: {name} called no self(x): it must call self(x), not single layers")
@@ -201,7 +201,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             raise UserError("strategy=pipeline: forward() got other arguments: call self(x) with one tensor")
         if self._stage is None:  # before the cut, `_example` needs the argument
-            raise _Left(args[0])
+            raise _StepLeft(args[0])
         if self._step != "training_step":
             return self._evaluate(args[0])
         if self._calls > 1:
@@ -213,7 +213,7 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
             return self.receive(0)
         y: Tensor = self._stage(x if self._first else _Receive.apply(ANCHOR, self))
         if self.global_rank:
-            raise _Left(_Send.apply(y, ANCHOR, self))
+            raise _StepLeft(_Send.apply(y, ANCHOR, self))
         return self._send_to_all(y)
 
     def _evaluate(self, x: Tensor) -> Tensor:
@@ -244,17 +244,17 @@ class StagedStrategy(PieceStrategy, DDPStrategy):
         strides = [old and new for old, new in zip(tensor.stride(), stored.stride(), strict=True)]
         states = [generator.get_state().numpy() for generator in generators(self.root_device)]
         header = bytearray(pickle.dumps((tensor.dtype, tensor.shape, strides, states)).ljust(HEADER))
-        group = self._back if to > self.global_rank else None
+        group = self._group_back if to > self.global_rank else None
         parts = torch.frombuffer(header, dtype=torch.uint8), _flat(stored)
-        self._sent[to].append([(dist.isend(part, to, group), part) for part in parts])
-        while len(self._sent[to]) > MAX_IN_FLIGHT:
-            for work, _ in self._sent[to].popleft():
+        self._sends[to].append([(dist.isend(part, to, group), part) for part in parts])
+        while len(self._sends[to]) > MAX_IN_FLIGHT:
+            for work, _ in self._sends[to].popleft():
                 work.wait()
 
     def receive(self, source: int) -> Tensor:
         """Wait for a tensor from rank `source` and return it. Take over the generators' states that come with it."""
         began = time.perf_counter()
-        group = self._back if source < self.global_rank else None
+        group = self._group_back if source < self.global_rank else None
         header = torch.empty(HEADER, dtype=torch.uint8)
         dist.recv(header, source, group)
         dtype, shape, strides, states = pickle.loads(header.numpy().data)  # from a worker of this run
@@ -358,7 +358,7 @@ class _Receive(torch.autograd.Function):
         return None, None
 
 
-class _Left(BaseException):
+class _StepLeft(BaseException):
     """Leaves a step method at its call of `forward`, with a tensor. No `except Exception` there catches it."""
 
 
