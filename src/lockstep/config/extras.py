@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
+    from lockstep.arithmetic.deal import Deal
     from lockstep.config.check import Config
     from lockstep.step.gradients import GradientSum
     from lockstep.step.hooks import StepHook
@@ -72,6 +73,10 @@ class Extra:
     def notes(self, config: "Config", resumes: bool) -> Iterable[str]:
         """Yield lines for the log at a run's start; `resumes`: whether the run continues from a checkpoint."""
         return ()
+
+    def wrap_deal(self, deal: "Deal") -> "Deal":
+        """Return what deals the pieces of each step to the devices instead. Called first, in each worker."""
+        return deal
 
     def wrap_gradients(self, gradients: "GradientSum") -> "GradientSum":
         """Return the gradient sum to use instead. Called before `step_hooks` and `callbacks`."""

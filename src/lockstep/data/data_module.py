@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
 from lockstep.data.datasets import Ids, Splits, base, labels_of
 from lockstep.data.loaders import ChunkDataset, ChunkSampler, Loader, StepDataset, StepSampler, own_chunks, streams
@@ -38,6 +39,7 @@ class DataModule(pl.LightningDataModule):
             over its processes, 1 to 8.
         resident: whether sets in memory lie on the GPU: true, false or auto, see `lockstep.data.on_device`.
         trains: whether `batch_size` was chosen for training; else for evaluation.
+        deal: who computes which piece at each step; None: as the layout says.
 
     Attributes:
         order: the training set's.
@@ -52,6 +54,7 @@ class DataModule(pl.LightningDataModule):
         num_workers: int | None = None,
         resident: bool | str = "auto",
         trains: bool = True,
+        deal: Deal | None = None,
     ) -> None:
         super().__init__()
         self.allow_zero_length_dataloader_with_multiple_devices = True  # a process may have nothing to predict
@@ -61,6 +64,7 @@ class DataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.resident = resident
         self.trains = trains
+        self.deal = deal or Deal(layout)
         self.order = splits.order(layout, seed)
         self._placed: Splits | None = None
         self._scales: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -99,7 +103,7 @@ class DataModule(pl.LightningDataModule):
         return getattr(self._placed or self.splits, split)
 
     def _steps(self) -> StepDataset:
-        return StepDataset(self._set("train"), self.order, self.rank, self.splits.augment)
+        return StepDataset(self._set("train"), self.order, self.rank, self.splits.augment, self.deal)
 
     def train_dataloader(self) -> DataLoader[Any]:
         trainer: Any = self.trainer

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lockstep.arithmetic.deal import Deal
 from lockstep.arithmetic.layout import Layout
 from lockstep.arithmetic.order import DataOrder
 from lockstep.step.batch import MicroBatch, StepBatch
@@ -83,11 +84,13 @@ class StepData(Protocol):
     """Gives a step its samples.
 
     Attributes:
-        layout: who computes which piece.
+        layout: of the run.
+        deal: who computes which piece at each step.
         order: of the training samples.
     """
 
     layout: Layout
+    deal: Deal
     order: DataOrder
 
     @property

@@ -67,7 +67,8 @@ class AuditHook(StepHook):
         """Choose what is computed again."""
         order = step.data.order
         sizes = list(map(len, order.pieces(*order.position(step.number))))
-        self.choice, self._first = chosen(self.share, self.seed, step.number, sizes, self.layout), None
+        layout = step.data.deal.layout_at(step.number)
+        self.choice, self._first = chosen(self.share, self.seed, step.number, sizes, layout), None
         self._right = self._right or dict.fromkeys(self._devices, step.number)
         self._start = copied(step.module) if self.choice else {}
 

@@ -1,0 +1,41 @@
+"""What makes ranks uneven, and a loader's mistake. Tests copy this file into a project as `uneven`."""
+
+import time
+
+import lightning.pytorch as pl
+
+from project.models import MnistCNN
+
+SLEEP = 0.03  # seconds of each piece on a slow rank
+
+
+class Uneven(MnistCNN):
+    """Ranks that are slow for a while: `slow` lists `[rank, first step, step after the last]`, 0-based."""
+
+    def __init__(self, slow=(), **options):
+        super().__init__(**options)
+        self.slow = slow
+
+    def training_step(self, batch, batch_idx):
+        now = self.trainer.global_step
+        if any(rank == self.global_rank and first <= now < last for rank, first, last in self.slow):
+            time.sleep(SLEEP)
+        return super().training_step(batch, batch_idx)
+
+
+class TooEarly(pl.Callback):
+    """Changes take effect at the next step, also where loader processes have fetched it before.
+
+    Args:
+        checked: whether ranks look at what they have loaded.
+    """
+
+    def __init__(self, checked):
+        self.checked = checked
+
+    def setup(self, trainer, pl_module, stage):
+        from lockstep.extras.rebalance import hook
+
+        hook.fetched_ahead = lambda trainer: 0
+        if not self.checked:
+            hook.check_loaded = lambda step, deal, rank: None
