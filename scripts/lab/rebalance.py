@@ -4,12 +4,12 @@
     python scripts/lab/rebalance.py --workers 2 --steps 40,100,160 --picture rebalance.png
     python scripts/lab/rebalance.py --still 6           # what the extra costs where nothing changes
 
-Each worker is put into a control group (`cpu.max`, of version 1 `cpu.cfs_quota_us`) with an equal part of this
-machine's cores. From step A to step B of `--steps A,B,end` the last worker gets a quarter of its part. Three runs for
-each number of workers: with `extras=[rebalance]`, without it (the control), and on one device, whose weights they must
-have to the bit (exact=true). Prints a table: of the time before, during (from 20 steps after the change on) and after
-the throttle (likewise) the samples per second, against the ideal, which is the rate before times the cores that are
-left; and draws rate and pieces over time.
+Each worker is put into a control group (`cpu.max`, of version 1 `cpu.cfs_quota_us`). Together they get half of this
+machine's cores, in equal parts, so that all else has room. From step A to step B of `--steps A,B,end` the last worker
+gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`, without it (the control),
+and on one device, whose weights both must have to the bit (exact=true). Prints a table: samples per second before,
+during and after the throttle, each from 20 steps after the change on, and the ideal, which is the rate before times
+the part of the cores' time that is left. Draws rate and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -31,9 +31,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "src"))
-sys.path.insert(1, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from bench.machine import facts
 from common.showing import BLUE, COLOURS, GREY, VERMILION, markdown, our_pyplot
@@ -42,7 +41,8 @@ from lockstep.config.checks import ROOT
 from lockstep.launch.machine import cores
 
 QUARTER = 0.25  # of its time, that a throttled worker has
-ROOM = 0.9  # of the cores are dealt out; the rest is for everything else
+ROOM = 0.5  # of the cores are dealt out, and first in turn; the rest is for everything else
+WEIGHT = 100  # times that of a process outside
 PERIOD = 20_000  # microseconds in which a control group may use its quota
 ANSWER = 20  # steps after a change within which pieces must have moved
 PIECES = {2: 40, 3: 36, 4: 52}  # the even and the ideal shares are whole numbers of them
@@ -103,6 +103,8 @@ class Group:
             if not self._first:
                 (root / "cgroup.subtree_control").write_text("+cpu")
             self._folder.mkdir()
+            usual, weight = (1024, "cpu.shares") if self._first else (100, "cpu.weight")
+            (self._folder / weight).write_text(str(WEIGHT * usual))
         except OSError as error:
             raise Failed(f"{self._folder}: no control group can be made ({error.strerror}): run as root") from error
 
@@ -156,7 +158,7 @@ def train(folder: Path, overrides: Sequence[str], throttle: tuple[int, int] | No
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "src/train.py", f"outputs={folder}", *TASK, *overrides]
-    path = os.pathsep.join([str(ROOT / "src"), str(HERE)])
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "scripts" / "lab")])
     pace = ("+callbacks.pace._target_=rebalancing.pace.Pace", f"+callbacks.pace.folder={folder}")
     with groups(workers) as limits, (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(

@@ -79,9 +79,7 @@ class StepDataset:
     getting there takes longer than gathering.
     """
 
-    def __init__(
-        self, dataset: Any, order: DataOrder, rank: int, augment: Augment, deal: Deal | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, order: DataOrder, rank: int, augment: Augment, deal: Deal | None = None) -> None:
         self.dataset = dataset
         self.order = order
         self.augment = augment

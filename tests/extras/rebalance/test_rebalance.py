@@ -25,7 +25,7 @@ TASK = (
 )
 MOVING = ("strategy=ddp", "extras=[rebalance]", "extras.rebalance.every=4")
 BACK_AND_FORTH = "+model.slow=[[1,2,18],[0,22,34]]"
-CHANGE = re.compile(r"rebalance: from step (\d+) on pieces ([\d +]+) instead of ([\d +]+), since a piece takes ")
+CHANGE = re.compile(r"rebalance: from step \d+ on pieces ([\d +]+) instead of [\d +]+, since a piece takes ")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def sha(done: Run) -> str:
 
 def changes(folder: Path) -> list[list[int]]:
     """The pieces of each rank after each change, from a run's log."""
-    return [[int(each) for each in text.split("+")] for _, text, _ in CHANGE.findall((folder / "train.log").read_text())]
+    found = CHANGE.findall((folder / "train.log").read_text())
+    return [[int(count) for count in pieces.split("+")] for pieces in found]
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -68,32 +69,33 @@ def test_one_sha256_while_pieces_move(single: Run, train: Path, tmp_path: Path, 
     assert sha(moved) == sha(single)
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_change_that_comes_before_its_samples_is_noticed(
-    single: Run, train: Path, tmp_path: Path, checked: bool
-) -> None:
-    """The control: ranks then compute a piece twice or not at all."""
-    early = ("+callbacks.early._target_=uneven.TooEarly", f"+callbacks.early.checked={str(checked).lower()}")
+def test_ranks_that_change_at_different_steps_have_other_bits(single: Run, train: Path, tmp_path: Path) -> None:
+    """The control: at such a step a piece is computed twice, or by nobody."""
+    options = ("exact=true", "devices=2", BACK_AND_FORTH, "+callbacks.apart._target_=uneven.Apart")
+    moved = run(train, tmp_path, *TASK, *MOVING, *options)
+    assert changes(moved.folder)
+    assert sha(moved) != sha(single)
+
+
+def test_a_change_at_a_step_that_is_loaded_already_ends_the_run(train: Path, tmp_path: Path) -> None:
     options = ("exact=true", "devices=2", "num_workers=2", BACK_AND_FORTH)
-    done = run(train, tmp_path, *TASK, *MOVING, *options, *early, ok=not checked)
-    if checked:
-        assert done.returncode == 1
-        assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
-    else:
-        assert sha(done) != sha(single)
+    early = "+callbacks.early._target_=uneven.TooEarly"
+    done = run(train, tmp_path, *TASK, *MOVING, *options, early, ok=False)
+    assert done.returncode == 1
+    assert re.search(r"step \d+: rank \d has loaded pieces \[.*\]: must be \[.*\]", done.summary["error"])
 
 
 def test_a_run_that_was_killed_while_pieces_lay_uneven_ends_with_the_same_bits(
     single: Run, train: Path, tmp_path: Path
 ) -> None:
     program = Program(tmp_path, str(train))
-    lasting = ("exact=true", "devices=2", "+model.slow=[[1,0,1000]]")
+    lasting = ("exact=true", "devices=2", "callbacks=default", "+model.slow=[[1,0,1000]]")
     process = program.start(*TASK, *MOVING, *lasting, cwd=train.parents[1])
     (last,) = wait_for(lambda: [path for path in tmp_path.rglob("last.ckpt") if changes(path.parent.parent)], process)
     os.killpg(process.pid, signal.SIGKILL)
     assert program.finish(process).returncode == -signal.SIGKILL
     folder = last.parent.parent
-    resumed = program(f"resume={folder}", "devices=3", "model.slow=[[2,0,1000]]", cwd=train.parents[1])
+    resumed = program(f"resume={folder}", "devices=3", "+model.slow=[[2,0,1000]]", cwd=train.parents[1])
     assert re.search(r"resumes after step \d", resumed.stdout + resumed.stderr)
     assert len(changes(folder)) >= 2
     assert sha(resumed) == sha(single)
@@ -103,7 +105,7 @@ def test_without_exact_weights_are_the_same_to_rounding_and_the_dashboard_shows_
     train: Path, tmp_path: Path
 ) -> None:
     """DDP waits for the slowest rank inside the last backward pass: were that counted, no rank would seem slow."""
-    task = (*TASK, "optimizer=sgd", "lr=0.05", "precision=64-true")
+    task = (*TASK, "optimizer=sgd", "lr=0.05", "precision=64-true", "callbacks=default")
     alone = run(train, tmp_path / "alone", *task)
     options = ("devices=2", "+model.slow=[[1,0,1000]]", "logger=csv", "log_every=4")
     moved = run(train, tmp_path / "moved", *task, *MOVING, *options)
@@ -152,10 +154,9 @@ def test_no_other_deal_ends_earlier(more: int, seconds: list[float]) -> None:
 
 
 def test_pieces_stay_where_a_change_saves_little_or_times_are_noisy() -> None:
-    saved = 1 - 28 * 1.1 / (30 * 1.1)
-    assert saved > LEAST_GAIN
-    assert better([30, 30], [1.0, 1.1], noise=0.01) == [31, 29]
-    assert better([30, 30], [1.0, 1.05], noise=0.01) is None
+    assert 1 - 31.9 / 33 < LEAST_GAIN < 1 - 33 / 36
+    assert better([30, 30], [1.0, 1.1], noise=0.01) is None
+    assert better([30, 30], [1.0, 1.2], noise=0.01) == [33, 27]
     assert better([30, 30], [1.0, 1.2], noise=0.06) is None
     assert better([30, 30], [1.0, 1.2], noise=0.03) is not None
     assert better([30, 30], [1.0, 2.0], noise=MOST_GAIN) == [40, 20]

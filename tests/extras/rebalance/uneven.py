@@ -1,4 +1,4 @@
-"""What makes ranks uneven, and a loader's mistake. Tests copy this file into a project as `uneven`."""
+"""What makes ranks uneven, and two mistakes. Tests copy this file into a project as `uneven`."""
 
 import time
 
@@ -24,18 +24,19 @@ class Uneven(MnistCNN):
 
 
 class TooEarly(pl.Callback):
-    """Changes take effect at the next step, also where loader processes have fetched it before.
-
-    Args:
-        checked: whether ranks look at what they have loaded.
-    """
-
-    def __init__(self, checked):
-        self.checked = checked
+    """Changes take effect at the next step, also where loader processes have fetched it before."""
 
     def setup(self, trainer, pl_module, stage):
         from lockstep.extras.rebalance import hook
 
         hook.fetched_ahead = lambda trainer: 0
-        if not self.checked:
-            hook.check_loaded = lambda step, deal, rank: None
+
+
+class Apart(pl.Callback):
+    """Changes take effect on each rank a step later than on the one before."""
+
+    def setup(self, trainer, pl_module, stage):
+        from lockstep.extras.rebalance.deal import MovingDeal
+
+        change, rank = MovingDeal.change, trainer.global_rank
+        MovingDeal.change = lambda deal, first, now, counts: change(deal, first + rank, now, counts)

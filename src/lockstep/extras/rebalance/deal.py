@@ -50,7 +50,7 @@ class MovingDeal(Deal):
     def _row(self, step: int) -> int:
         """Where the row begins that holds for a step: of those that begin before it, the later one."""
         first, second = self._table[0], self._table[self._width]
-        return 0 if second > step or first > second and first <= step else self._width
+        return 0 if second > step or (first > second and first <= step) else self._width
 
 
 @lru_cache(maxsize=16)

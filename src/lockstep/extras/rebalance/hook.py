@@ -184,7 +184,7 @@ class CudaClock:
         self._events.append((self._start, self._stop, pieces))
 
     def times(self) -> list[float]:
-        """Return the seconds of a piece in each step since the last call, of the latest steps that the GPU has ended."""
+        """Return the seconds of a piece in each step since the last call, of the latest that the GPU has ended."""
         ended = []
         while self._events and self._events[0][1].query():
             ended.append(self._events.popleft())
