@@ -1,15 +1,17 @@
 """How fast pieces move when a worker is throttled in the middle of a run, and what that is worth:
 
     python scripts/lab/rebalance.py                    # 2, 3 and 4 workers; Linux, root
-    python scripts/lab/rebalance.py --workers 2 --steps 40,100,160 --picture rebalance.png
+    python scripts/lab/rebalance.py --workers 2 --steps 60,120,180 --picture rebalance.png
     python scripts/lab/rebalance.py --still 6           # what the extra costs where nothing changes
 
 Each worker is put into a control group (`cpu.max`, of version 1 `cpu.cfs_quota_us`). Together they get half of this
 machine's cores, in equal parts, so that all else has room. From step A to step B of `--steps A,B,end` the last worker
 gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`, without it (the control),
-and on one device, whose weights both must have to the bit (exact=true). Prints a table: samples per second before,
-during and after the throttle, each from 20 steps after the change on, and the ideal, which is the rate before times
-the part of the cores' time that is left. Draws rate and pieces over time.
+and on one device, whose weights both must have to the bit (exact=true).
+
+Prints a table of samples per second: with even pieces before the throttle (in the control); in the throttle what would
+be ideal, that rate times the part of the cores' time that is left, and what was measured from 20 steps after its begin;
+and likewise after its end. Draws rate and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -48,7 +50,16 @@ ANSWER = 20  # steps after a change within which pieces must have moved
 PIECES = {2: 40, 3: 36, 4: 52}  # the even and the ideal shares are whole numbers of them
 SAMPLES = 8  # of a piece
 TASK = (
-    *("model=mnist_cnn", "data=synthetic", "data.samples=4000", "optimizer=sgd", "exact=true", "threads=1"),
+    # few weights: what a rank does beside its passes takes four times as long on a throttled one, and can't move
+    *(
+        "model=resnet9",
+        "model.width=[8,8,8,8]",
+        "data=synthetic",
+        "data.samples=4000",
+        "optimizer=sgd",
+        "exact=true",
+        "threads=1",
+    ),
     *("accelerator=cpu", "callbacks=none", "logger=none", "val_every=1000000", "data.val_fraction=0", "num_workers=0"),
 )
 MOVING = ("extras=[rebalance]",)
@@ -172,9 +183,10 @@ def train(folder: Path, overrides: Sequence[str], throttle: tuple[int, int] | No
         try:
             if limits:
                 share = ROOM * cores() / workers
+                limits[0].take(process.pid)  # it starts sooner
                 for rank, group in enumerate(limits):
-                    group.limit(share)
                     group.take(int(wait_for(process, folder / f"{rank}.pid", 1)[0]))
+                    group.limit(share)
                 for step, part in zip(throttle or (), (QUARTER, 1.0), strict=False):
                     wait_for(process, folder / "0.steps", step)
                     limits[-1].limit(share * part)
@@ -218,20 +230,20 @@ def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[s
 def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, still: Steps) -> list[str]:
     """Return the cells of a table's row."""
     begin, end, last = steps
-    before = moved.rate(ANSWER, begin)
-    ideal = before * (workers - 1 + QUARTER) / workers
-    during, after = moved.rate(begin + ANSWER, end), moved.rate(end + ANSWER, last)
-    control = still.rate(begin + ANSWER, end) / still.rate(ANSWER, begin) * before / ideal
+    even = still.rate(ANSWER, begin)
+    ideal = even * (workers - 1 + QUARTER) / workers
+    during, control = (run.rate(begin + ANSWER, end) for run in (moved, still))
+    after = moved.rate(end + ANSWER, last)
     away, back = (moved.moved(since, until) for since, until in ((begin, end), (end, last)))
     pieces = [" + ".join(str(rank[at - 1]) for rank in moved.pieces) for at in (begin, end, last)]
-    rates = [f"{samples * each:.0f}" for each in (before, ideal, during)]
-    parts = [f"{during / ideal:.3f}", f"{control:.3f}", f"{after / before:.3f}"]
+    rates = [f"{samples * each:.0f}" for each in (even, ideal, during)]
+    parts = [f"{during / ideal:.2f}", f"{control / ideal:.2f}", f"{after / even:.2f}"]
     return [str(workers), *pieces, *rates, *parts, f"{away or '-'} / {back or '-'}"]
 
 
 COLUMNS = (
-    *("workers", "pieces before", "throttled", "after", "samples/s before", "ideal, throttled", "measured"),
-    *("of ideal", "without the extra", "after, of before", "steps until moved / back"),
+    *("workers", "pieces before", "throttled", "after", "samples/s, even", "ideal, throttled", "measured"),
+    *("of ideal", "without the extra", "after, of even", "steps until moved / back"),
 )
 
 
@@ -247,22 +259,22 @@ def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], p
         times = [at - start for at in moved.ends]
         for axis in (rates, shares):
             axis.axvspan(times[begin - 1], times[end - 1], color=GREY, alpha=0.2, linewidth=0)
-        before = moved.rate(ANSWER, begin) * samples
-        levels = [before, before * (workers - 1 + QUARTER) / workers, before]
+        even = still.rate(ANSWER, begin) * samples
+        levels = [even, even * (workers - 1 + QUARTER) / workers, even]
         edges = [times[0], times[begin - 1], times[end - 1], times[-1]]
         rates.stairs(levels, edges, baseline=None, color=GREY, linestyle="--", label="ideal")
         for run, colour, label in ((still, VERMILION, "without"), (moved, BLUE, "extras=[rebalance]")):
             shown = [at - run.ends[0] for at in run.ends]
             smooth = [5 * samples / (b - a) for a, b in zip(shown, shown[5:], strict=False)]
             rates.plot(shown[5:], smooth, color=colour, linewidth=1.2, label=label)
-        rates.set(title=f"{workers} workers, the last one throttled to 25%", ylim=(0, None))
+        rates.set(title=f"{workers} workers, the last one throttled to 25%", ylim=(0, 1.6 * even))
         rates.set_xlim(0, times[-1] * 1.02)
         for rank, pieces in enumerate(moved.pieces):
             shares.step(times, pieces, where="pre", color=COLOURS[rank], label=f"rank {rank}", linewidth=1.4)
-        shares.set(xlabel="seconds", ylim=(0, None))
-        shares.legend(ncols=2)
+        shares.set(xlabel="seconds", ylim=(0, 1.3 * max(map(max, moved.pieces))))
+        shares.legend(ncols=2, loc="upper right")
     axes[0][0].set_ylabel("samples per second")
-    axes[0][0].legend()
+    axes[0][0].legend(loc="upper right")
     axes[1][0].set_ylabel("pieces of a step")
     figure.savefig(path)
 
@@ -280,7 +292,7 @@ def throttled(workers: int, steps: tuple[int, int, int], folder: Path) -> tuple[
         train(folder / f"{workers}_{name}", (*ddp, *options), steps[:2], workers)
         for name, options in (("moved", MOVING), ("still", ()))
     )
-    one = train(folder / f"{workers}_one", task)
+    one = train(folder / f"{workers}_one", task, workers=1)
     if not moved.sha == still.sha == one.sha:
         raise Failed(f"{workers} workers end with other weights than one: {moved.sha}, {still.sha}, {one.sha}")
     print(f"{workers} workers: weights_sha256 {one.sha[:16]} as on one device", flush=True)
@@ -307,7 +319,7 @@ def unchanged(rounds: int, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0].rstrip(":"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], choices=list(PIECES))
-    parser.add_argument("--steps", default="50,110,170", help="first and last step of the throttle, and of the run")
+    parser.add_argument("--steps", default="40,80,120", help="first and last step of the throttle, and of the run")
     parser.add_argument("--picture", type=Path, help="where to draw")
     parser.add_argument("--still", type=int, default=0, help="rounds of runs in which nothing changes, instead")
     parser.add_argument("--folder", type=Path, help="where runs go; else they are removed")
