@@ -6,12 +6,13 @@
 
 Each worker is put into a control group (`cpu.max`, of version 1 `cpu.cfs_quota_us`). Together they get half of this
 machine's cores, in equal parts, so that all else has room. From step A to step B of `--steps A,B,end` the last worker
-gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`, without it (the control),
-and on one device, whose weights both must have to the bit (exact=true).
+gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`; without it (the control),
+until 10 steps after A; and on one device, whose weights the first must have to the bit (exact=true).
 
-Prints a table of samples per second: with even pieces before the throttle (in the control); in the throttle what would
-be ideal, that rate times the part of the cores' time that is left, and what was measured from 20 steps after its begin;
-and likewise after its end. Draws rate and pieces over time.
+Prints a table of samples per second: with even pieces before the throttle (in the control), in the throttle without the
+extra, and with it from 20 steps after the throttle's begin on. Ideal is the even rate times the part of the workers'
+speed that is left: a quarter of the throttled one's, or what the control shows of it, since a group that is stopped
+again and again loses more. Draws rate and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -48,19 +49,12 @@ WEIGHT = 100  # times that of a process outside
 PERIOD = 20_000  # microseconds in which a control group may use its quota
 ANSWER = 20  # steps after a change within which pieces must have moved
 PIECES = {2: 40, 3: 36, 4: 52}  # the even and the ideal shares are whole numbers of them
-SAMPLES = 8  # of a piece
+SAMPLES = 32  # of a piece
+CONTROL = 10  # steps of the throttle in the control, where each takes four times as long
+# few weights: what a rank does beside its passes takes four times as long on a throttled one, and can't move
 TASK = (
-    # few weights: what a rank does beside its passes takes four times as long on a throttled one, and can't move
-    *(
-        "model=resnet9",
-        "model.width=[8,8,8,8]",
-        "data=synthetic",
-        "data.samples=4000",
-        "optimizer=sgd",
-        "exact=true",
-        "threads=1",
-    ),
-    *("accelerator=cpu", "callbacks=none", "logger=none", "val_every=1000000", "data.val_fraction=0", "num_workers=0"),
+    *("model=resnet9", "model.width=[8,8,8,8]", "data=synthetic", "data.val_fraction=0", "optimizer=sgd", "exact=true"),
+    *("threads=1", "accelerator=cpu", "callbacks=none", "logger=none", "val_every=1000000", "num_workers=0"),
 )
 MOVING = ("extras=[rebalance]",)
 
@@ -231,19 +225,31 @@ def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, s
     """Return the cells of a table's row."""
     begin, end, last = steps
     even = still.rate(ANSWER, begin)
-    ideal = even * (workers - 1 + QUARTER) / workers
-    during, control = (run.rate(begin + ANSWER, end) for run in (moved, still))
-    after = moved.rate(end + ANSWER, last)
+    during, after = moved.rate(begin + ANSWER, end), moved.rate(end + ANSWER, last)
+    control = still.rate(begin + 2, begin + CONTROL)
     away, back = (moved.moved(since, until) for since, until in ((begin, end), (end, last)))
     pieces = [" + ".join(str(rank[at - 1]) for rank in moved.pieces) for at in (begin, end, last)]
-    rates = [f"{samples * each:.0f}" for each in (even, ideal, during)]
-    parts = [f"{during / ideal:.2f}", f"{control / ideal:.2f}", f"{after / even:.2f}"]
-    return [str(workers), *pieces, *rates, *parts, f"{away or '-'} / {back or '-'}"]
+    rates = [f"{samples * each:.0f}" for each in (even, control, during)]
+    left = control / even  # of the throttled worker's speed, since all wait for it in the control
+    parts = [during / ideal(even, workers), during / ideal(even, workers, left), after / even]
+    return [
+        str(workers),
+        *pieces,
+        *rates,
+        f"{left:.2f}",
+        *(f"{part:.2f}" for part in parts),
+        f"{away or '-'} / {back or '-'}",
+    ]
+
+
+def ideal(even: float, workers: int, left: float = QUARTER) -> float:
+    """Return the rate of all workers together, of which one has a part of its speed left."""
+    return even * (workers - 1 + left) / workers
 
 
 COLUMNS = (
-    *("workers", "pieces before", "throttled", "after", "samples/s, even", "ideal, throttled", "measured"),
-    *("of ideal", "without the extra", "after, of even", "steps until moved / back"),
+    *("workers", "pieces before", "throttled", "after", "samples/s, even", "throttled, without", "throttled, with"),
+    *("left to the throttled", "of ideal at 0.25", "of ideal at that", "after, of even", "steps until moved / back"),
 )
 
 
@@ -260,7 +266,7 @@ def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], p
         for axis in (rates, shares):
             axis.axvspan(times[begin - 1], times[end - 1], color=GREY, alpha=0.2, linewidth=0)
         even = still.rate(ANSWER, begin) * samples
-        levels = [even, even * (workers - 1 + QUARTER) / workers, even]
+        levels = [even, ideal(even, workers), even]
         edges = [times[0], times[begin - 1], times[end - 1], times[-1]]
         rates.stairs(levels, edges, baseline=None, color=GREY, linestyle="--", label="ideal")
         for run, colour, label in ((still, VERMILION, "without"), (moved, BLUE, "extras=[rebalance]")):
@@ -285,41 +291,42 @@ def throttled(workers: int, steps: tuple[int, int, int], folder: Path) -> tuple[
     Raises:
         Failed: a run failed, or its weights are not those of one device.
     """
+    begin, end, last = steps
     pieces = PIECES[workers]
-    task = (f"pieces={pieces}", f"batch_size={pieces * SAMPLES}", f"max_steps={steps[2]}")
+    batch = pieces * SAMPLES
+    task = (f"pieces={pieces}", f"batch_size={batch}", f"data.samples={20 * batch}")  # no short last step
     ddp = (*task, "strategy=ddp", f"devices={workers}")
-    moved, still = (
-        train(folder / f"{workers}_{name}", (*ddp, *options), steps[:2], workers)
-        for name, options in (("moved", MOVING), ("still", ()))
-    )
-    one = train(folder / f"{workers}_one", task, workers=1)
-    if not moved.sha == still.sha == one.sha:
-        raise Failed(f"{workers} workers end with other weights than one: {moved.sha}, {still.sha}, {one.sha}")
+    moved = train(folder / f"{workers}_moved", (*ddp, *MOVING, f"max_steps={last}"), (begin, end), workers)
+    short = begin + CONTROL
+    still = train(folder / f"{workers}_still", (*ddp, f"max_steps={short}"), (begin, short), workers)
+    one = train(folder / f"{workers}_one", (*task, f"max_steps={last}"), workers=1)
+    if moved.sha != one.sha:
+        raise Failed(f"{workers} workers end with other weights than one: {moved.sha}, {one.sha}")
     print(f"{workers} workers: weights_sha256 {one.sha[:16]} as on one device", flush=True)
     return moved, still
 
 
 def unchanged(rounds: int, folder: Path) -> None:
-    """Print what a step takes with the extra and without, in runs that take turns."""
-    names = {"2 workers, 40 pieces of 8": 8, "2 workers, 40 pieces of 1": 1}
+    """Print what a step of two workers takes with the extra and without, in runs that take turns."""
     rows = []
-    for name, samples in names.items():
-        task = ("pieces=40", f"batch_size={40 * samples}", "max_steps=120", "strategy=ddp", "devices=2")
+    for samples in (1, 8):
+        task = ("pieces=40", f"batch_size={40 * samples}", f"data.samples={800 * samples}")
+        task = (*task, "max_steps=120", "strategy=ddp", "devices=2")
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * rounds):
             moves = number % 4 in (0, 3)
-            run = train(folder / f"still_{samples}_{number}", (*task, *(MOVING if moves else ())))
-            taken = [b - a for a, b in zip(run.ends, run.ends[1:], strict=False)][20:]
+            run = train(folder / f"{samples}_{number}", (*task, *(MOVING if moves else ())), workers=2)
+            taken = [b - a for a, b in zip(run.ends, run.ends[1:], strict=False)][ANSWER:]
             seconds[moves].append(median(taken))
         with_, without = (1000 * median(seconds[moves]) for moves in (True, False))
-        rows.append([name, f"{without:.1f}", f"{with_:.1f}", f"{without / with_:.3f}"])
-    print(markdown(("nothing changes", "without, ms a step", "with, ms a step", "rate of that without"), rows))
+        rows.append([str(samples), f"{without:.1f}", f"{with_:.1f}", f"{without / with_:.3f}"])
+    print(markdown(("samples of a piece", "without, ms a step", "with, ms a step", "rate, of that without"), rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0].rstrip(":"))
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], choices=list(PIECES))
-    parser.add_argument("--steps", default="40,80,120", help="first and last step of the throttle, and of the run")
+    parser.add_argument("--steps", default="30,60,90", help="first and last step of the throttle, and of the run")
     parser.add_argument("--picture", type=Path, help="where to draw")
     parser.add_argument("--still", type=int, default=0, help="rounds of runs in which nothing changes, instead")
     parser.add_argument("--folder", type=Path, help="where runs go; else they are removed")
