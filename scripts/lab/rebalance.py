@@ -9,10 +9,9 @@ machine's cores, in equal parts, so that all else has room. From step A to step 
 gets a quarter of its part. Three runs for each number of workers: with `extras=[rebalance]`; without it (the control),
 until 10 steps after A; and on one device, whose weights the first must have to the bit (exact=true).
 
-Prints a table of samples per second: with even pieces before the throttle (in the control), in the throttle without the
-extra, and with it from 20 steps after the throttle's begin on. Ideal is the even rate times the part of the workers'
-speed that is left: a quarter of the throttled one's, or what the control shows of it, since a group that is stopped
-again and again loses more. Draws rate and pieces over time.
+Prints a table of samples per second before the throttle, in it from 20 steps after its begin on, and likewise after it;
+the part of the usual rate (the mean of before and after) that is left in the throttle, without the extra and with it;
+and the part that is left of all workers' speed, which is ideal. Draws rate and pieces over time.
 
 `--still` runs with and without the extra in turns, so many times, with nothing throttled.
 
@@ -224,32 +223,31 @@ def wait_for(process: "subprocess.Popen[Any]", path: Path, count: int) -> list[s
 def row(workers: int, samples: int, steps: tuple[int, int, int], moved: Steps, still: Steps) -> list[str]:
     """Return the cells of a table's row."""
     begin, end, last = steps
-    even = still.rate(ANSWER, begin)
-    during, after = moved.rate(begin + ANSWER, end), moved.rate(end + ANSWER, last)
-    control = still.rate(begin + 2, begin + CONTROL)
+    before, during, after = (
+        moved.rate(*span) for span in ((ANSWER, begin), (begin + ANSWER, end), (end + ANSWER, last))
+    )
+    without = still.rate(begin + 2, begin + CONTROL) / still.rate(ANSWER, begin)
+    parts = [without, during / usual(moved, steps), ideal(workers), during / usual(moved, steps) / ideal(workers)]
+    pieces = " + ".join(str(rank[end - 1]) for rank in moved.pieces)
     away, back = (moved.moved(since, until) for since, until in ((begin, end), (end, last)))
-    pieces = [" + ".join(str(rank[at - 1]) for rank in moved.pieces) for at in (begin, end, last)]
-    rates = [f"{samples * each:.0f}" for each in (even, control, during)]
-    left = control / even  # of the throttled worker's speed, since all wait for it in the control
-    parts = [during / ideal(even, workers), during / ideal(even, workers, left), after / even]
-    return [
-        str(workers),
-        *pieces,
-        *rates,
-        f"{left:.2f}",
-        *(f"{part:.2f}" for part in parts),
-        f"{away or '-'} / {back or '-'}",
-    ]
+    rates = [f"{samples * each:.0f}" for each in (before, during, after)]
+    return [str(workers), pieces, *rates, *(f"{part:.2f}" for part in parts), f"{away or '-'} / {back or '-'}"]
 
 
-def ideal(even: float, workers: int, left: float = QUARTER) -> float:
-    """Return the rate of all workers together, of which one has a part of its speed left."""
-    return even * (workers - 1 + left) / workers
+def usual(moved: Steps, steps: tuple[int, int, int]) -> float:
+    """Return the rate of a run while nothing is throttled: before and after, since a machine's speed may drift."""
+    begin, end, last = steps
+    return (moved.rate(ANSWER, begin) + moved.rate(end + ANSWER, last)) / 2
+
+
+def ideal(workers: int) -> float:
+    """Return the part of the workers' speed that is left."""
+    return (workers - 1 + QUARTER) / workers
 
 
 COLUMNS = (
-    *("workers", "pieces before", "throttled", "after", "samples/s, even", "throttled, without", "throttled, with"),
-    *("left to the throttled", "of ideal at 0.25", "of ideal at that", "after, of even", "steps until moved / back"),
+    *("workers", "pieces, throttled", "samples/s before", "throttled", "after"),
+    *("part left without", "with the extra", "ideal", "of ideal", "steps until moved / back"),
 )
 
 
@@ -265,8 +263,8 @@ def draw(results: dict[int, tuple[Steps, Steps]], steps: tuple[int, int, int], p
         times = [at - start for at in moved.ends]
         for axis in (rates, shares):
             axis.axvspan(times[begin - 1], times[end - 1], color=GREY, alpha=0.2, linewidth=0)
-        even = still.rate(ANSWER, begin) * samples
-        levels = [even, ideal(even, workers), even]
+        even = usual(moved, steps) * samples
+        levels = [even, even * ideal(workers), even]
         edges = [times[0], times[begin - 1], times[end - 1], times[-1]]
         rates.stairs(levels, edges, baseline=None, color=GREY, linestyle="--", label="ideal")
         for run, colour, label in ((still, VERMILION, "without"), (moved, BLUE, "extras=[rebalance]")):
@@ -310,8 +308,8 @@ def unchanged(rounds: int, folder: Path) -> None:
     """Print what a step of two workers takes with the extra and without, in runs that take turns."""
     rows = []
     for samples in (1, 8):
-        task = ("pieces=40", f"batch_size={40 * samples}", f"data.samples={800 * samples}")
-        task = (*task, "max_steps=120", "strategy=ddp", "devices=2")
+        sizes = ("pieces=40", f"batch_size={40 * samples}", f"data.samples={800 * samples}")
+        task = (*sizes, "max_steps=120", "strategy=ddp", "devices=2")
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * rounds):
             moves = number % 4 in (0, 3)
